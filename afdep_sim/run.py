@@ -1,0 +1,103 @@
+"""What every machine returns: outputs, events and words of one run (the face shared by the model and the GPU side).
+
+`machine.run(plan, inputs) -> Run`. The events are raw, in the order they happened on the machine; `trace.py` makes
+spans, phase costs and pictures of them. All times are nanoseconds since the run's start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+
+class LaunchEvent(NamedTuple):
+    """One kernel launch of one rank's stream. `start_ns`: its first block's first instruction; `end_ns`: its last exit."""
+
+    rank: int
+    exchange: int
+    kernel: str
+    grid: int
+    warps: int
+    start_ns: float
+    end_ns: float
+
+
+class AgentEvent(NamedTuple):
+    """One agent: a warp (or a group acting as one) that ran the text. `launch` indexes `Events.launches`."""
+
+    launch: int
+    block: int
+    warp: int
+    label: str
+    """Warp class: what the plan calls this warp ('notify', 'payload', 'rows', 'elected', 'idle')."""
+    start_ns: float
+    end_ns: float
+
+
+class Mark(NamedTuple):
+    """Agent `agent` entered `phase` (an integer of `kernels.phases`) at `time_ns`; it lasts until its next mark or end."""
+
+    agent: int
+    phase: int
+    time_ns: float
+
+
+class Join(NamedTuple):
+    """Agent `agent` had to wait until `time_ns` for something that `source` did at `source_ns`.
+
+    kind: 'signal' (a word another agent wrote), 'block' or 'grid' (the last to arrive at a synchronisation),
+    'primary' (the programmatic primary's last agent), 'stream' (the previous launch's last agent; this is the
+    agent's start). `source` is an index into `Events.agents`, -1 where nothing came before.
+    """
+
+    agent: int
+    time_ns: float
+    kind: str
+    source: int
+    source_ns: float
+
+
+@dataclass
+class Events:
+    """Everything that happened, as flat lists. `ends_ns[rank][n]` is the end of exchange n on that rank's stream."""
+
+    launches: list[LaunchEvent] = field(default_factory=list)
+    agents: list[AgentEvent] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    joins: list[Join] = field(default_factory=list)
+    ends_ns: list[list[float]] = field(default_factory=list)
+    counters: list[dict[str, int]] = field(default_factory=list)
+    """Per rank: protocol events by name (barriers, count_words, signals, rows, bytes_out, bytes_in, kernels)."""
+
+
+@dataclass
+class Received:
+    """What an FFN rank held between its copy epilogue and its combine (expanded layout, upstream section 4).
+
+    psum_rank: int64 [R] inclusive rows per source; psum_expert: int64 [El + 1], start plus real count per local
+    expert, then the total of aligned starts; metadata: int32 [n, 2 + k]; x: uint16 [n_slots, H] and weights:
+    float32 [n_slots], the expanded tensors up to psum_expert's total.
+    """
+
+    psum_rank: np.ndarray
+    psum_expert: np.ndarray
+    metadata: np.ndarray
+    x: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass
+class Run:
+    """Outputs, events and final words of one run.
+
+    combined[n][rank]: uint16 [T, H] BF16 bit patterns of exchange n on each Attention rank (empty without data);
+    received[n][rank]: what each FFN rank received, where it was asked for; words[rank]: int64, the workspace at
+    the end.
+    """
+
+    combined: list[dict[int, np.ndarray]]
+    received: list[dict[int, Received]]
+    events: Events
+    words: list[np.ndarray]

@@ -1,0 +1,145 @@
+"""What one exchange carries: tokens, rows, routes, experts, and the bucket that bounds them (design section 6).
+
+Every random draw is a function of (seed, exchange, source), so a run can be repeated and its exchanges differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from afdep_sim.errors import Refusal
+from afdep_sim.topology import Topology
+
+MAX_TOPK = 32
+MAX_EXPERTS = 2048
+MAX_EXPERTS_PER_RANK = 256
+DTYPES = ("bf16",)
+ROUTINGS = ("random", "skew")
+HIDDEN_STEP = 256
+"""Upstream section 1: a combine row must be a multiple of 32 lanes x 16 B, so hidden is a multiple of 256."""
+
+
+def bf16_bits(values: np.ndarray) -> np.ndarray:
+    """float32 [...] -> uint16 [...]: BF16 bit patterns, round to nearest even (no NaN handling: inputs are finite)."""
+    bits = values.astype(np.float32, copy=False).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def bf16_values(bits: np.ndarray) -> np.ndarray:
+    """uint16 [...] BF16 bit patterns -> float32 [...]; exact."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one Attention rank brings to one exchange.
+
+    x: uint16 [T, hidden] BF16 bit patterns, or None in a timing-only run; topk: int32 [T, k] expert ids, -1 = no
+    route; weights: float32 [T, k].
+    """
+
+    x: np.ndarray | None
+    topk: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens, hidden size, dtype, routing and experts of an exchange.
+
+    tokens: T of every Attention rank, or one T per Attention rank (in rank order). experts: real experts over all
+    FFN ranks; 0 takes 128, or 32 per FFN rank where 128 is not divisible. bucket: the token bound M that region
+    strides follow; 0 takes the largest T rounded up to a power of two, at least 8. capacity: the bound the buffers
+    are sized for. Raises `Refusal` with value and bound.
+    """
+
+    tokens: int | tuple[int, ...]
+    hidden: int = 2048
+    topk: int = 8
+    experts: int = 0
+    dtype: str = "bf16"
+    bucket: int = 0
+    capacity: int = 2048
+    routing: str = "random"
+    expert_alignment: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
+        if not counts or min(counts) < 0:
+            raise Refusal(f"tokens {self.tokens} is below 0")
+        if self.bucket == 0:
+            object.__setattr__(self, "bucket", max(8, 1 << (max(counts) - 1).bit_length()) if max(counts) else 8)
+        if self.bucket < 1:
+            raise Refusal(f"bucket {self.bucket} is below 1")
+        if max(counts) > self.bucket:
+            raise Refusal(f"tokens {max(counts)} is over the bucket of {self.bucket}")
+        if self.bucket > self.capacity:
+            raise Refusal(f"bucket {self.bucket} is over the capacity of {self.capacity}")
+        if self.hidden < HIDDEN_STEP or self.hidden % HIDDEN_STEP:
+            raise Refusal(f"hidden {self.hidden} is not a positive multiple of {HIDDEN_STEP}")
+        if not 1 <= self.topk <= MAX_TOPK:
+            raise Refusal(f"top-k {self.topk} is outside 1 to {MAX_TOPK}")
+        if self.dtype not in DTYPES:
+            raise Refusal(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.routing not in ROUTINGS:
+            raise Refusal(f"routing {self.routing!r} is not one of {', '.join(ROUTINGS)}")
+        if self.experts < 0:
+            raise Refusal(f"experts {self.experts} is below 1")
+        if self.expert_alignment < 1:
+            raise Refusal(f"expert alignment {self.expert_alignment} is below 1")
+
+    def tokens_of(self, topology: Topology, rank: int) -> int:
+        """T of `rank`; FFN ranks source none. Refuses a tuple that does not name every Attention rank."""
+        if isinstance(self.tokens, tuple) and len(self.tokens) != topology.attention_ranks:
+            raise Refusal(
+                f"{len(self.tokens)} token counts for {topology.attention_ranks} Attention ranks of {topology.name}"
+            )
+        if rank not in topology.attention:
+            return 0
+        return self.tokens[rank - topology.ffn_ranks] if isinstance(self.tokens, tuple) else self.tokens
+
+    def real_experts(self, topology: Topology) -> int:
+        """Experts over all FFN ranks, refused where they break upstream's limits (upstream section 1)."""
+        ffn = topology.ffn_ranks
+        experts = self.experts or (128 if 128 % ffn == 0 else 32 * ffn)
+        if experts % ffn:
+            raise Refusal(f"experts {experts} is not divisible by {ffn} FFN ranks")
+        per_rank = experts // ffn
+        if per_rank > MAX_EXPERTS_PER_RANK:
+            raise Refusal(f"experts per FFN rank {per_rank} is over {MAX_EXPERTS_PER_RANK}")
+        if topology.ranks * per_rank > MAX_EXPERTS:
+            raise Refusal(
+                f"logical experts {topology.ranks * per_rank} ({topology.ranks} ranks x {per_rank}) is over {MAX_EXPERTS}"
+            )
+        if self.topk > (per_rank if self.routing == "skew" else experts):
+            raise Refusal(f"top-k {self.topk} is over the {per_rank if self.routing == 'skew' else experts} experts to draw from")
+        return experts
+
+    def experts_per_rank(self, topology: Topology) -> int:
+        return self.real_experts(topology) // topology.ffn_ranks
+
+    def source(self, topology: Topology, rank: int, exchange: int, data: bool = True) -> Source:
+        """What `rank` (an Attention rank) sends in exchange number `exchange`; x is None unless `data`.
+
+        random: k distinct experts, uniformly. skew: all k drawn from FFN rank 0's experts (inferred; the record
+        does not define its skew).
+        """
+        tokens = self.tokens_of(topology, rank)
+        pool = self.real_experts(topology)
+        if self.routing == "skew":
+            pool = self.experts_per_rank(topology)
+        generator = np.random.default_rng([self.seed, exchange, rank])
+        order = np.argsort(generator.random((tokens, pool)), axis=1)[:, : self.topk]
+        topk = np.ascontiguousarray(order, dtype=np.int32)
+        weights = generator.random((tokens, self.topk), dtype=np.float32)
+        x = bf16_bits(generator.standard_normal((tokens, self.hidden), dtype=np.float32)) if data else None
+        return Source(x, topk, weights)
+
+    @cached_property
+    def hidden_bytes(self) -> int:
+        """Bytes of one hidden row in BF16 (what combine carries whatever the dispatch dtype)."""
+        return 2 * self.hidden
