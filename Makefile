@@ -1,0 +1,62 @@
+# Every verb is under a minute on a CPU, `bench` and `soak` aside. `make help` lists them.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test lint bench soak clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+PYTEST := $(BIN)/python -m pytest -q
+
+CANDIDATES := $(strip $(PYTHON) python3 python3.12 python3.11)
+# The candidates are asked rather than looked for: a shim of that name need not start anything.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+
+help: ## list the verbs (the default)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(VENV)/.installed-run ## run 2A2F in the model: table, figure, trace and CSV in out/
+	@mkdir -p out
+	$(BIN)/afdep run 2A2F --hidden 2048 --tokens 1,8,32,128,512,2048 \
+		--plot out/2A2F.svg --trace out/2A2F.json --csv out/2A2F.csv
+
+test: $(VENV)/.installed-dev ## run the tests, without soak and bench
+	$(PYTEST) -n 2
+
+lint: $(VENV)/.installed-dev ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-dev ## time the model; AGAINST=DIR compares it with another checkout
+	$(BIN)/python experiments/bench.py $(if $(AGAINST),--against "$(AGAINST)")
+
+soak: $(VENV)/.installed-dev ## run the long random tests
+	$(PYTEST) -m soak
+
+clean: ## remove out/, build products and caches; the virtual environment stays
+	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find afdep_sim tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- installation: once per change of pyproject.toml ----------------------------------------------------------------
+
+$(BIN)/python:
+	@for python in $(CANDIDATES); do \
+		if $$python -c '$(SUPPORTED)' 2>/dev/null; then \
+			echo "creating $(VENV) with $$python"; \
+			exec $$python -m venv $(VENV); \
+		fi; \
+	done; \
+	echo "afdep_sim needs Python 3.11 or 3.12 and found neither (tried $(CANDIDATES)); name one with PYTHON=..." >&2; \
+	exit 1
+
+$(VENV)/.installed-run: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[plots]'
+	@touch $@
+
+# The dev set holds the plots, so it also does for `make run`.
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(PIP) install -e '.[dev]'
+	@touch $@ $(VENV)/.installed-run

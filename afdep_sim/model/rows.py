@@ -1,0 +1,355 @@
+"""The vocabulary in the model, part two: counts (the notify group) and rows (stage, bulk copies, reduction)."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from afdep_sim.model.memory import OFFSET_MASK, RANK_SHIFT
+
+ARRIVED = 1 << 32
+"""High half of a reduction word: how many blocks have added to it (upstream section 3.1)."""
+LOW_HALF = ARRIVED - 1
+
+
+class ProtocolError(RuntimeError):
+    """The text asked for something that cannot be: a row beyond the prefix sums, say. Names the agent."""
+
+
+def add_rows(sim: Any, ops: Any, sync: Any) -> None:
+    """Add the count and row operations of one simulation to its `ops`."""
+    for part in (_counts, _stage, _rows):
+        part(sim, ops, sync)
+
+
+def _set(ops: Any, *functions: Any) -> None:
+    for function in functions:
+        setattr(ops, function.__name__, function)
+
+
+def _counts(sim: Any, ops: Any, sync: Any) -> None:
+    engine, memory, fabric, profile = sim.engine, sim.memory, sim.fabric, sim.profile
+    i32, vectors, counters, observer = memory.i32, memory.vectors, sim.counters, sim.observer
+    store_ns, load_ns, atomic_ns = profile.store_word_ns, profile.load_ns, profile.atomic_ns
+    wait, changed = sim.wait, sim.changed
+
+    def count_routes(routes: int, topk: int, tokens: int, receivers: int, experts: int) -> None:
+        agent = engine.current
+        block, grid = agent.block, agent.run.launch.grid
+        histogram = block.counters = np.zeros(receivers * (1 + experts), np.int64)
+        agent.now += load_ns
+        mine = range(block.id, tokens, grid)
+        if not mine:
+            return
+        at = (routes & OFFSET_MASK) >> 2
+        words = i32[routes >> RANK_SHIFT]
+        if len(mine) <= 4:
+            for token in mine:
+                seen = set()
+                for expert in words[at + topk * token : at + topk * (token + 1)]:
+                    if expert >= 0:
+                        histogram[receivers + expert] += 1
+                        seen.add(expert // experts)
+                for rank in seen:
+                    histogram[rank] += 1
+        else:
+            all_routes = np.frombuffer(words, np.int32, tokens * topk, 4 * at).reshape(tokens, topk)[block.id :: grid]
+            owner = np.where(all_routes >= 0, all_routes // experts, -1)
+            histogram[receivers:] = np.bincount(all_routes[all_routes >= 0], minlength=receivers * experts)
+            for rank in range(receivers):
+                histogram[rank] = np.count_nonzero((owner == rank).any(axis=1))
+        # Tokens go to the group's four warps in turn, each at the pace of its loads and shared atomics.
+        agent.now += profile.count_token_ns * -(-len(mine) // 4)
+
+    def added(event: tuple[int, int, np.ndarray, int, float]) -> None:
+        rank, low, values, agent, posted_ns = event
+        vectors[rank][low : low + len(values)] += values
+        changed(rank, low, len(values), agent, posted_ns)
+
+    def counts_add(address: int, count: int) -> None:
+        agent = engine.current
+        rank, low = address >> RANK_SHIFT, (address & OFFSET_MASK) >> 3
+        engine.at(
+            max(agent.now, engine.now) + atomic_ns,
+            added,
+            (rank, low, agent.block.counters[:count] + ARRIVED, agent.index, agent.now),
+        )
+        agent.now += store_ns * -(-count // 128)
+
+    def wait_counts_reduced(ctx: int, address: int, count: int, p: int) -> None:
+        rank, low = address >> RANK_SHIFT, (address & OFFSET_MASK) >> 3
+        words = vectors[rank][low : low + count]
+        grid = engine.current.run.launch.grid
+        # The last word first: it is the cheap half of the test.
+        agent = wait(
+            address,
+            count,
+            lambda _: int(words[-1]) >> 32 == grid and bool((words >> 32 == grid).all()),
+            p,
+            f"{grid} blocks",
+            lambda w: w >> 32 == grid,
+        )
+        agent.block.counters = words & LOW_HALF
+
+    def counts_clear(address: int, count: int) -> None:
+        agent = sync()
+        agent.now += store_ns
+        rank, low = address >> RANK_SHIFT, (address & OFFSET_MASK) >> 3
+        vectors[rank][low : low + count] = 0
+        if observer:
+            observer("clear", rank, 8 * low, 8 * count, agent.index, engine.now, agent.run.exchange)
+
+    def published(event: tuple[int, int, int, np.ndarray, int, float, int]) -> None:
+        rank, rank_word, expert_word, values, agent, posted_ns, exchange = event
+        vectors[rank][rank_word] = values[0]
+        vectors[rank][expert_word : expert_word + len(values) - 1] = values[1:]
+        changed(rank, rank_word, 1, agent, posted_ns)
+        changed(rank, expert_word, len(values) - 1, agent, posted_ns)
+        if observer:
+            observer("set", rank, 8 * rank_word, 8, agent, engine.now, exchange)
+            observer("set", rank, 8 * expert_word, 8 * len(values) - 8, agent, engine.now, exchange)
+
+    def publish_counts(ctx: int, receivers: int, experts: int, rank_offset: int, expert_offset: int) -> None:
+        agent = sync()
+        encoded = -agent.block.counters - 1
+        now = agent.now
+        for peer in range(receivers):
+            first = receivers + experts * peer
+            values = np.concatenate((encoded[peer : peer + 1], encoded[first : first + experts]))
+            engine.at(
+                fabric.word(ctx, peer, now),
+                published,
+                (peer, rank_offset >> 3, expert_offset >> 3, values, agent.index, now, agent.run.exchange),
+            )
+        counters[ctx]["count_words"] += receivers * (1 + experts)
+        agent.now += store_ns * -(-receivers * (1 + experts) // 128)
+
+    def wait_counts(ctx: int, address: int, count: int, at: int, p: int) -> None:
+        rank, low = address >> RANK_SHIFT, (address & OFFSET_MASK) >> 3
+        words = vectors[rank][low : low + count]
+        agent = wait(address, count, lambda _: bool(words.all()), p, "a count", lambda w: w != 0)
+        decoded = -words - 1
+        block = agent.block
+        block.counters = decoded if at == 0 else np.concatenate((block.counters[:at], decoded))
+
+    def prefix_counts(
+        psum_rank: int, psum_expert: int, ranks: int, first: int, experts: int, alignment: int
+    ) -> None:
+        agent = sync()
+        counters_ = agent.block.counters
+        sources = ranks - first
+        rows = np.concatenate((np.zeros(first, np.int64), counters_[:sources]))
+        per_expert = counters_[sources:].reshape(sources, experts).sum(axis=0)
+        aligned = (per_expert + alignment - 1) // alignment * alignment
+        rank, at = psum_rank >> RANK_SHIFT, (psum_rank & OFFSET_MASK) >> 3
+        vectors[rank][at : at + ranks] = np.cumsum(rows)
+        at = (psum_expert & OFFSET_MASK) >> 3
+        vectors[rank][at] = 0
+        vectors[rank][at + 1 : at + 1 + experts] = np.cumsum(aligned)
+        agent.now += profile.prefix_sum_ns
+
+    def find_row(psum_rank: int, ranks: int, bucket: int, row: int) -> int:
+        agent = engine.current
+        agent.now += load_ns
+        at = (psum_rank & OFFSET_MASK) >> 3
+        start = 0
+        for source, end in enumerate(memory.i64[psum_rank >> RANK_SHIFT][at : at + ranks]):
+            if row < end:
+                return source * bucket + row - start
+            start = end
+        raise ProtocolError(f"{sim.describe_agent(agent)} looks for row {row} beyond the {start} rows received")
+
+    _set(
+        ops,
+        count_routes,
+        counts_add,
+        wait_counts_reduced,
+        counts_clear,
+        publish_counts,
+        wait_counts,
+        prefix_counts,
+        find_row,
+    )
+
+
+def _stage(sim: Any, ops: Any, sync: Any) -> None:
+    engine, issue_ns = sim.engine, sim.profile.issue_ns
+    lanes_format = {k: Struct(f"{k}i") for k in range(1, 33)}
+    one = lanes_format[1].pack_into
+    poison = {}
+
+    def stage(index: int, row_bytes: int) -> Any:
+        """A fresh, poisoned stage: what a text forgets to write must not look right."""
+        pattern = poison.get(row_bytes)
+        if pattern is None:
+            pattern = poison[row_bytes] = b"\xff" * row_bytes
+        return memoryview(bytearray(pattern))
+
+    def stage_lanes(row: Any, offset: int, lanes: list[int]) -> None:
+        engine.current.now += issue_ns
+        lanes_format[len(lanes)].pack_into(row, offset, *lanes)
+
+    def stage_i32(row: Any, offset: int, value: int) -> None:
+        engine.current.now += issue_ns
+        one(row, offset, value)
+
+    def stage_fence() -> None:
+        engine.current.now += issue_ns
+
+    _set(ops, stage, stage_lanes, stage_i32, stage_fence)
+
+
+def _rows(sim: Any, ops: Any, sync: Any) -> None:
+    engine, memory, fabric, profile = sim.engine, sim.memory, sim.fabric, sim.profile
+    raw, arrays, data, observer = memory.bytes, memory.arrays, sim.data, sim.observer
+    at_time, send, dram, sm_copy = engine.at, fabric.row, fabric.dram, fabric.sm_copy
+    hidden = sim.plan.workload.hidden_bytes
+    issue_ns, load_latency, store_latency = profile.issue_ns, profile.bulk_load_ns, profile.bulk_store_local_ns
+    copy_rate, reduce_rate = profile.sm_copy_bytes_per_ns, profile.sm_reduce_bytes_per_ns
+    skip = 0 if data else hidden
+    """Timing-only runs move what lies behind the hidden bytes of a row, and nothing else."""
+
+    def through_sm(agent: Any, size: int, now: float) -> float:
+        """`size` bytes through the copy path of the agent's SM -> when the last has passed."""
+        rates, sm = sm_copy[agent.rank], agent.block.sm
+        free = rates[sm]
+        done = (free if free > now else now) + size / copy_rate
+        rates[sm] = done
+        return done
+
+    def row_load(row: Any, source: int, size: int) -> None:
+        agent = sync()
+        now = agent.now
+        done = dram(source >> RANK_SHIFT, size, now)
+        passed = through_sm(agent, size, now)
+        agent.load = (source, size, (done if done > passed else passed) + load_latency)
+        agent.now = now + issue_ns
+
+    def row_wait(row: Any, parity: int) -> int:
+        agent = engine.current
+        source, size, done = agent.load
+        if done > agent.now:
+            agent.now = done
+        sync()
+        if size > skip:
+            at = (source & OFFSET_MASK) + skip
+            row[skip:size] = raw[source >> RANK_SHIFT][at : at + size - skip]
+        if observer:
+            observer("read", source >> RANK_SHIFT, source & OFFSET_MASK, size, agent.index, engine.now, agent.run.exchange)
+        return parity ^ 1
+
+    def landed(event: tuple[int, int, Any, int, int, int]) -> None:
+        rank, offset, row, size, agent, exchange = event
+        if size > skip:
+            raw[rank][offset + skip : offset + size] = row[skip:size]
+        if observer:
+            observer("land", rank, offset, size, agent, engine.now, exchange)
+
+    def store(agent: Any, row: Any, size: int, peer: int, offset: int) -> None:
+        """One bulk store, posted now: the event at which it lands, and when the agent sees it complete."""
+        rank = agent.rank
+        now = through_sm(agent, size, agent.now)
+        if peer == rank:
+            lands = done = dram(rank, size, now) + store_latency
+        else:
+            lands, done = send(rank, peer, size, now)
+        if done > agent.stores_done:
+            agent.stores_done = done
+        agent.now += issue_ns
+        if size > skip or observer:
+            at_time(lands, landed, (peer, offset, row, size, agent.index, agent.run.exchange))
+
+    def row_store(row: Any, size: int, destination: int) -> None:
+        store(sync(), row, size, destination >> RANK_SHIFT, destination & OFFSET_MASK)
+
+    def row_store_peers(ctx: int, row: Any, size: int, ranks: list[int], offset: int, slots: list[int]) -> None:
+        agent = sync()
+        for peer, slot in zip(ranks, slots, strict=True):
+            if peer >= 0:
+                store(agent, row, size, peer, offset + slot * size)
+
+    def scattered(event: tuple[int, int, Any, int, list[int], int, int]) -> None:
+        rank, offset, row, size, slots, agent, exchange = event
+        memory_ = raw[rank]
+        for slot in slots:
+            if slot >= 0:
+                at = offset + slot * size
+                if data:
+                    memory_[at : at + size] = row[:size]
+                if observer:
+                    observer("land", rank, at, size, agent, engine.now, exchange)
+
+    def row_scatter(row: Any, size: int, base: int, slots: list[int]) -> None:
+        agent = sync()
+        rank = agent.rank
+        total = (len(slots) - slots.count(-1)) * size
+        done = dram(rank, total, through_sm(agent, total, agent.now)) + store_latency
+        if done > agent.stores_done:
+            agent.stores_done = done
+        agent.now += issue_ns
+        if data or observer:
+            at_time(done, scattered, (rank, base & OFFSET_MASK, row, size, slots, agent.index, agent.run.exchange))
+
+    def stores_wait() -> None:
+        agent = engine.current
+        if agent.stores_done > agent.now:
+            agent.now = agent.stores_done
+            # The bulk engine reads the stage until then: no running ahead past it.
+            sync()
+
+    accumulator = np.empty(hidden // 2, np.float32)
+    bits = accumulator.view(np.uint32)
+    widened = np.empty(hidden // 2, np.uint32)
+    values = widened.view(np.float32)
+    low_bit = np.empty(hidden // 2, np.uint32)
+    shift, one, half = np.uint32(16), np.uint32(1), np.uint32(0x7FFF)
+
+    def reduce(row: Any, arena: np.ndarray, starts: list[int], size: int) -> None:
+        """Sum BF16 rows in FP32, in order, from the first (so one row is a copy and -0 stays -0); one rounding."""
+        if not starts:
+            row[:size] = bytes(size)
+            return
+        first = starts[0]
+        if len(starts) == 1:
+            row[:size] = memoryview(arena)[first : first + size]
+            return
+        np.left_shift(arena[first : first + size].view(np.uint16), shift, out=bits, dtype=np.uint32)
+        for start in starts[1:]:
+            np.left_shift(arena[start : start + size].view(np.uint16), shift, out=widened, dtype=np.uint32)
+            np.add(accumulator, values, out=accumulator)
+        np.right_shift(bits, shift, out=low_bit)
+        np.bitwise_and(low_bit, one, out=low_bit)
+        np.add(bits, low_bit, out=bits)
+        np.add(bits, half, out=bits)
+        np.right_shift(bits, shift, out=bits)
+        np.frombuffer(row, np.uint16, size // 2)[:] = bits
+
+    in_flight, pass_bytes, gather_ns = profile.gather_in_flight_slots, profile.gather_pass_bytes, profile.gather_ns
+    sm_reduce = fabric.sm_reduce
+
+    def row_reduce(row: Any, size: int, base: int, slots: list[int], stride: int, prefix: int) -> None:
+        agent = engine.current
+        if agent.ready > agent.now:
+            agent.now = agent.ready
+        sync()
+        now = agent.now
+        rank, offset = base >> RANK_SHIFT, base & OFFSET_MASK
+        starts = [offset + s * stride for s in slots if s >= 0]
+        count = len(starts)
+        if data:
+            reduce(row, arrays[rank], starts, size)
+        if observer:
+            for start in starts:
+                observer("read", rank, start, size, agent.index, engine.now, agent.run.exchange)
+        # The first `prefix` slots load without a branch, a few at a time; each later one waits for the one before.
+        gathers = -(-min(count, prefix) // in_flight) + max(0, count - prefix)
+        rates, sm = sm_reduce[agent.rank], agent.block.sm
+        free = rates[sm]
+        passed = (free if free > now else now) + count * size / reduce_rate
+        rates[sm] = passed
+        done = dram(rank, count * size, now)
+        agent.now = (done if done > passed else passed) + gathers * gather_ns * -(-size // pass_bytes) + issue_ns
+
+    _set(ops, row_load, row_wait, row_store, row_store_peers, row_scatter, stores_wait, row_reduce)

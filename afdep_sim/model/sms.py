@@ -1,0 +1,82 @@
+"""Which SM holds which block: shared memory, threads, registers and block slots of one GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from afdep_sim.plan import Device, Launch
+
+
+class Need(NamedTuple):
+    """What one block takes of an SM: shared memory in bytes, threads, registers."""
+
+    shared_bytes: int
+    threads: int
+    registers: int
+
+    @classmethod
+    def of(cls, launch: Launch) -> Need:
+        return cls(launch.shared_bytes, launch.threads, launch.threads * launch.registers)
+
+
+class Occupancy:
+    """The SMs of one GPU. Blocks go to empty SMs first, lowest number first, then to SMs that still have room."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._empty = list(range(device.sms))
+        self._held: dict[int, list[Need]] = {}
+
+    def place(self, need: Need, blocks: int, all_or_none: bool = False) -> list[int]:
+        """SM of each block that fits now, at most `blocks` of them; with all_or_none an empty list unless all fit."""
+        chosen = self._empty[:blocks]
+        fresh = len(chosen)
+        if fresh < blocks and self._shares(need):
+            self._add_shared(need, blocks, chosen)
+        if all_or_none and len(chosen) < blocks:
+            return []
+        del self._empty[:fresh]
+        for sm in chosen:
+            if sm in self._held:
+                self._held[sm].append(need)
+            else:
+                self._held[sm] = [need]
+        return chosen
+
+    def release(self, sms: list[int], need: Need) -> None:
+        """Give back what one block held on each of `sms`."""
+        for sm in sms:
+            held = self._held[sm]
+            held.remove(need)
+            if not held:
+                del self._held[sm]
+                self._empty.append(sm)
+        self._empty.sort()
+
+    def _shares(self, need: Need) -> bool:
+        """Whether a block can be second on any SM at all: the usual answer, no, costs one look per kind of block."""
+        kinds = {n for held in self._held.values() for n in held[:1]} | {need}
+        return any(self._fit_together([kind, need]) for kind in kinds)
+
+    def _add_shared(self, need: Need, blocks: int, chosen: list[int]) -> None:
+        """Extend `chosen` by SMs that hold a block already, or were chosen just now: breadth first."""
+        planned = dict.fromkeys(chosen, 1)
+        candidates = chosen + sorted(self._held)
+        progress = True
+        while progress and len(chosen) < blocks:
+            progress = False
+            for sm in candidates:
+                together = [*self._held.get(sm, ()), *[need] * (planned.get(sm, 0) + 1)]
+                if len(chosen) < blocks and self._fit_together(together):
+                    planned[sm] = planned.get(sm, 0) + 1
+                    chosen.append(sm)
+                    progress = True
+
+    def _fit_together(self, held: list[Need]) -> bool:
+        device = self._device
+        return (
+            len(held) <= device.blocks_per_sm
+            and sum(n.shared_bytes for n in held) <= device.shared_per_sm_bytes
+            and sum(n.threads for n in held) <= device.threads_per_sm
+            and sum(n.registers for n in held) <= device.registers_per_sm
+        )
