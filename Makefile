@@ -7,7 +7,8 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+# Byte code is written when a module is first imported, which is most of the packages' modules never.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input -q install --no-compile
 PYTEST := $(BIN)/python -m pytest -q
 
 CANDIDATES := $(strip $(PYTHON) python3 python3.12 python3.11)
@@ -53,10 +54,10 @@ $(BIN)/python:
 	exit 1
 
 $(VENV)/.installed-run: pyproject.toml | $(BIN)/python
-	$(PIP) install -e '.[plots]'
+	$(INSTALL) -e '.[plots]'
 	@touch $@
 
 # The dev set holds the plots, so it also does for `make run`.
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(PIP) install -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed-run

@@ -87,7 +87,7 @@ class Protocol:
 
     @classmethod
     def fastafd_m2n(cls, transport_sms: int = 24) -> Protocol:
-        """FastAFD's DeepEP M2N: the same kernels unspecialised, dummy experts on Attention ranks (upstream section 13)."""
+        """FastAFD's DeepEP M2N: the same kernels unspecialised, dummy experts on Attention (upstream section 13)."""
         return cls("fastafd_m2n", transport_sms=transport_sms)
 
     @classmethod
@@ -109,7 +109,7 @@ class Protocol:
             if value not in ("0", "1"):
                 raise Refusal(f"switch {part!r} takes {name}=0 or {name}=1")
             changes[switch.field] = value == "1"
-        return replace(self, **changes)
+        return replace(self, **changes)  # type: ignore[arg-type]
 
     @property
     def arm(self) -> str:

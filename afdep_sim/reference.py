@@ -302,9 +302,11 @@ def precomputed_y(topology: Topology, workload: Workload, rank: int, sources: Ma
     local = workload.experts_per_rank(topology)
     counts, starts, sizes = _blocks(topology, workload, rank, sources)
     table = precomputed_rows(workload.real_experts(topology), workload.hidden)[rank * local :]
-    y = np.full((int(sizes.sum()), workload.hidden), POISON)
+    y = np.empty((int(sizes.sum()), workload.hidden), np.uint16)
     for expert in np.flatnonzero(counts):
-        y[starts[expert] : starts[expert] + counts[expert]] = table[expert]
+        block = y[starts[expert] :][: sizes[expert]]
+        block[: counts[expert]] = table[expert]
+        block[counts[expert] :] = POISON
     return y
 
 

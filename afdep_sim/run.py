@@ -13,7 +13,7 @@ import numpy as np
 
 
 class LaunchEvent(NamedTuple):
-    """One kernel launch of one rank's stream. `start_ns`: its first block's first instruction; `end_ns`: its last exit."""
+    """One kernel launch of one rank's stream, from its first block's first instruction to its last block's exit."""
 
     rank: int
     exchange: int
@@ -37,7 +37,7 @@ class AgentEvent(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Agent `agent` entered `phase` (an integer of `kernels.phases`) at `time_ns`; it lasts until its next mark or end."""
+    """Agent `agent` entered `phase` (an integer of `kernels.phases`) at `time_ns`, until its next mark or its end."""
 
     agent: int
     phase: int

@@ -62,13 +62,13 @@ class Word:
 
 WORDS = (
     Word("barrier_calls", 1, MONOTONIC, "block 0, own rank", "nobody", "never", remote=False),
-    Word("barrier_signals", 2, MONOTONIC, "block 0 of every rank, +1 or -1", "block 0", "never: senses alternate", True),
+    Word("barrier_signals", 2, MONOTONIC, "block 0 of any rank, +1 or -1", "block 0", "never: senses alternate", True),
     Word("grid_arrivals", 1, MONOTONIC, "every block at a grid synchronisation", "every block", "never", remote=False),
     Word("dispatch_round", 1, MONOTONIC, "block 0 of a receiver, own rank", "nobody", "never", remote=False),
     Word("combine_round", 1, MONOTONIC, "block 0 of a receiver, own rank", "nobody", "never", remote=False),
     Word("dispatch_blocks_done", 1, CLEARED, "every sending block", "nobody", "the last block to add", remote=False),
     Word("dispatch_arrivals", MAX_RANKS, MONOTONIC, "each source's blocks, +1", "block 0 of a receiver", "never", True),
-    Word("combine_arrivals", MAX_RANKS, MONOTONIC, "each FFN rank's blocks, +1", "block 0 of a receiver", "never", True),
+    Word("combine_arrivals", MAX_RANKS, MONOTONIC, "each FFN's blocks, +1", "block 0 of a receiver", "never", True),
     Word(
         "slots",
         MAX_RANKS,
@@ -116,7 +116,7 @@ WORD_OFFSETS, WORKSPACE_BYTES = _word_offsets()
 
 @dataclass(frozen=True)
 class Region:
-    """`regions` x `rows` x `row_bytes` at `offset` of the arena; address(region, row) is dense (upstream section 2.3)."""
+    """`regions` x `rows` x `row_bytes` at `offset` of the arena; addresses are dense (upstream section 2.3)."""
 
     name: str
     offset: int

@@ -111,12 +111,12 @@ class Workload:
         per_rank = experts // ffn
         if per_rank > MAX_EXPERTS_PER_RANK:
             raise Refusal(f"experts per FFN rank {per_rank} is over {MAX_EXPERTS_PER_RANK}")
-        if topology.ranks * per_rank > MAX_EXPERTS:
-            raise Refusal(
-                f"logical experts {topology.ranks * per_rank} ({topology.ranks} ranks x {per_rank}) is over {MAX_EXPERTS}"
-            )
-        if self.topk > (per_rank if self.routing == "skew" else experts):
-            raise Refusal(f"top-k {self.topk} is over the {per_rank if self.routing == 'skew' else experts} experts to draw from")
+        logical = topology.ranks * per_rank
+        if logical > MAX_EXPERTS:
+            raise Refusal(f"logical experts {logical} ({topology.ranks} ranks x {per_rank}) is over {MAX_EXPERTS}")
+        pool = per_rank if self.routing == "skew" else experts
+        if self.topk > pool:
+            raise Refusal(f"top-k {self.topk} is over the {pool} experts to draw from")
         return experts
 
     def experts_per_rank(self, topology: Topology) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -279,32 +279,34 @@ class _Simulation:
         agent for all idle blocks that start together."""
         work = run.work or {}
         warps = run.launch.agent_warps
-        idle_sms = []
-        idle_block = -1
         dependent = run.next is not None and run.next.launch.programmatic
-        for block, sm in zip(blocks, sms, strict=True):
-            listed = work.get(block)
-            if listed is None and self.collapse:
-                if idle_block < 0:
-                    idle_block = block
-                idle_sms.append(sm)
-                continue
-            state = BlockRun(run, block, [sm], start)
-            listed = listed or []
+        first = blocks[0]
+        if self.collapse:
+            busy_blocks: Iterable[int] = [b for b in (work if len(work) < len(blocks) else blocks) if b in work]
+            if len(blocks) < run.launch.grid:
+                busy_blocks = [b for b in busy_blocks if first <= b <= blocks[-1]]
+        else:
+            busy_blocks = blocks
+        for block in busy_blocks:
+            listed = work.get(block, [])
+            state = BlockRun(run, block, [sms[block - first]], start)
             for warp, label in listed:
                 self.start_agent(run, state, warp, label)
+            busy = {warp for warp, _ in listed}
             if not self.collapse:
-                busy = {warp for warp, _ in listed}
                 for warp in warps:
                     if warp not in busy:
                         self.start_agent(run, state, warp, None)
-            elif dependent and block == 0 and len(listed) < len(warps):
-                # Block 0's elected warp waits; the first of the others to pass triggers the dependent launch.
-                busy = {warp for warp, _ in listed}
+            elif dependent and len(busy) < len(warps) and (block == 0 or not run.launch.constants.exit_all_ranks):
+                # An idle warp may reach the trigger before the listed ones do. Not so in other blocks than 0 where
+                # a grid synchronisation comes first and nobody but block 0's elected warp waits after it.
                 self.start_agent(run, state, next(w for w in reversed(warps) if w not in busy), None)
-        if idle_sms:
-            state = BlockRun(run, idle_block, idle_sms, start)
-            self.start_agent(run, state, warps[-1], None)
+        if self.collapse:
+            taken = set(busy_blocks)
+            idle = [block for block in blocks if block not in taken]
+            if idle:
+                state = BlockRun(run, idle[0], [sms[block - first] for block in idle], start)
+                self.start_agent(run, state, warps[-1], None)
 
     def start_agent(self, run: KernelRun, block: BlockRun, warp: int, label: str | None) -> None:
         index = -1

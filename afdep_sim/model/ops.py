@@ -73,6 +73,10 @@ def _synchronisation(sim: Any, ops: Any, sync: Any) -> None:
     i64 = sim.memory.i64
     block_sync_ns, grid_sync_ns, group_sync_ns = profile.block_sync_ns, profile.grid_sync_ns, profile.group_sync_ns
 
+    def earlier(index: int, other: int) -> bool:
+        """Of agents that arrive together, the first traced one is called the last to arrive."""
+        return index >= 0 and (other < 0 or index < other)
+
     def release(kind: str, waiting: list[Any], last: int, arrived_ns: float, time: float) -> None:
         """Let everyone out at `time`; the last to arrive (index `last`) is what they waited for."""
         current = engine.current
@@ -88,9 +92,10 @@ def _synchronisation(sim: Any, ops: Any, sync: Any) -> None:
         block = agent.block
         if agent.index >= 0:
             marks.append((agent.index, p, agent.now))
-        if agent.now > block.arrived_ns or (agent.now == block.arrived_ns and -1 < agent.index < block.last):
-            block.arrived_ns = agent.now
-            block.last = agent.index
+        now, index = agent.now, agent.index
+        if now > block.arrived_ns or (now == block.arrived_ns and earlier(index, block.last)):
+            block.arrived_ns = now
+            block.last = index
         block.waiting.append(agent)
         if len(block.waiting) < block.agents:
             engine.block()
@@ -108,9 +113,10 @@ def _synchronisation(sim: Any, ops: Any, sync: Any) -> None:
         run = agent.run
         if agent.index >= 0:
             marks.append((agent.index, p, agent.now))
-        if agent.now > run.grid_arrived or (agent.now == run.grid_arrived and -1 < agent.index < run.grid_last):
-            run.grid_arrived = agent.now
-            run.grid_last = agent.index
+        now, index = agent.now, agent.index
+        if now > run.grid_arrived or (now == run.grid_arrived and earlier(index, run.grid_last)):
+            run.grid_arrived = now
+            run.grid_last = index
         run.grid_waiting.append(agent)
         if len(run.grid_waiting) < run.live_agents:
             engine.block()

@@ -7,6 +7,10 @@ from typing import NamedTuple
 from afdep_sim.plan import Device, Launch
 
 
+RESERVED_SHARED_BYTES = 2048
+"""1 KiB the system keeps of every block's shared memory (CUDA programming guide), for this block and another."""
+
+
 class Need(NamedTuple):
     """What one block takes of an SM: shared memory in bytes, threads, registers."""
 
@@ -26,16 +30,20 @@ class Occupancy:
         self._device = device
         self._empty = list(range(device.sms))
         self._held: dict[int, list[Need]] = {}
+        """SM -> its blocks; SMs filled by one exclusive block are in neither."""
 
     def place(self, need: Need, blocks: int, all_or_none: bool = False) -> list[int]:
         """SM of each block that fits now, at most `blocks` of them; with all_or_none an empty list unless all fit."""
         chosen = self._empty[:blocks]
         fresh = len(chosen)
-        if fresh < blocks and self._shares(need):
+        exclusive = self._exclusive(need)
+        if fresh < blocks and not exclusive:
             self._add_shared(need, blocks, chosen)
         if all_or_none and len(chosen) < blocks:
             return []
         del self._empty[:fresh]
+        if exclusive:
+            return chosen
         for sm in chosen:
             if sm in self._held:
                 self._held[sm].append(need)
@@ -45,18 +53,20 @@ class Occupancy:
 
     def release(self, sms: list[int], need: Need) -> None:
         """Give back what one block held on each of `sms`."""
-        for sm in sms:
-            held = self._held[sm]
-            held.remove(need)
-            if not held:
-                del self._held[sm]
-                self._empty.append(sm)
+        if self._exclusive(need):
+            self._empty += sms
+        else:
+            for sm in sms:
+                held = self._held[sm]
+                held.remove(need)
+                if not held:
+                    del self._held[sm]
+                    self._empty.append(sm)
         self._empty.sort()
 
-    def _shares(self, need: Need) -> bool:
-        """Whether a block can be second on any SM at all: the usual answer, no, costs one look per kind of block."""
-        kinds = {n for held in self._held.values() for n in held[:1]} | {need}
-        return any(self._fit_together([kind, need]) for kind in kinds)
+    def _exclusive(self, need: Need) -> bool:
+        """Whether one such block leaves no room for any other: every block needs at least 1 KiB of shared memory."""
+        return self._device.shared_per_sm_bytes - need.shared_bytes < RESERVED_SHARED_BYTES
 
     def _add_shared(self, need: Need, blocks: int, chosen: list[int]) -> None:
         """Extend `chosen` by SMs that hold a block already, or were chosen just now: breadth first."""
