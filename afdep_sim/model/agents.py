@@ -118,10 +118,14 @@ class BlockRun:
 class Agent(Task):
     """A warp, or a group acting as one, that runs the text. `index` is its place in the events, -1 if untraced."""
 
-    __slots__ = ("block", "index", "load", "rank", "ready", "run", "stores_done", "warp")
+    __slots__ = ("block", "index", "load", "rank", "ready", "run", "stage", "stores_done", "warp")
 
     def __init__(self, run: KernelRun, block: BlockRun, warp: int, index: int, now: float) -> None:
-        super().__init__(run.function, run.arguments, now)  # type: ignore[arg-type]
+        # Not through Task.__init__: there are thousands of these, and the call costs as much as the rest.
+        self.function = run.function  # type: ignore[assignment]
+        self.arguments = run.arguments
+        self.now = now
+        self.greenlet = None
         self.run = run
         self.block = block
         self.rank = run.launch.rank
@@ -129,6 +133,8 @@ class Agent(Task):
         self.index = index
         self.stores_done = 0.0
         """When its bulk stores so far are complete."""
+        self.stage: Any = None
+        """Its staged row, once it has asked for it."""
         self.ready = 0.0
         """When the ordinary loads it has issued have returned."""
         self.load: tuple[int, int, float] = (0, 0, 0.0)

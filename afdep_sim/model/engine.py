@@ -32,13 +32,12 @@ class Task:
 class Engine:
     """Runs events and tasks until nothing is left. `current` is the running task; `on_end(task)` is called at its end."""
 
-    __slots__ = ("_hub", "_pool", "current", "heap", "now", "on_end", "sequence", "switches", "sync")
+    __slots__ = ("_hub", "_pool", "current", "heap", "now", "on_end", "sequence", "sync")
 
     def __init__(self, on_end: Callable[[Any], None] | None = None) -> None:
         self.heap: list[tuple[float, int, Callable[[Any], None] | None, Any]] = []
         self.now = 0.0
         self.sequence = 0
-        self.switches = 0
         self.current: Any = None
         self.on_end = on_end or (lambda task: None)
         self._pool: list[greenlet] = []
@@ -84,21 +83,20 @@ class Engine:
                 function(argument)
                 self.now, _, function, argument = heappop(heap)
             self.current = argument
-            if argument is me:
-                return me
-            self._hand_over(argument)
+            if argument is not me:
+                target = argument.greenlet
+                if target is None:
+                    target = self._greenlet_for(argument)
+                target.switch()
+                # Back: whoever switched here has popped this task's turn and made it current.
             return me
 
         return sync
 
-    def _hand_over(self, task: Any) -> None:
-        """Switch to `task`, already current. Returns when somebody has popped the caller's turn and made it current."""
-        target = task.greenlet
-        if target is None:
-            # Only the hub makes greenlets: a new one starts at its maker's recursion depth.
-            target = task.greenlet = self._pool.pop() if self._pool else self._hub
-        self.switches += 1
-        target.switch()
+    def _greenlet_for(self, task: Any) -> greenlet:
+        """A parked greenlet, or the hub, which makes one: a new greenlet starts at its maker's recursion depth."""
+        task.greenlet = self._pool.pop() if self._pool else self._hub
+        return task.greenlet
 
     def block(self) -> None:
         """Suspend the current task until it is woken: run what is due, hand over to whoever is next."""
@@ -111,7 +109,10 @@ class Engine:
                 continue
             self.current = argument
             if argument is not me:
-                self._hand_over(argument)
+                target = argument.greenlet
+                if target is None:
+                    target = self._greenlet_for(argument)
+                target.switch()
             return
         self._hub.switch()
 
@@ -127,7 +128,6 @@ class Engine:
             self.current = argument
             if argument.greenlet is None:
                 argument.greenlet = self._pool.pop() if self._pool else greenlet(self._work, hub)
-            self.switches += 1
             argument.greenlet.switch()
             while self.current.greenlet is hub:
                 # A blocked task handed over to one that needs a greenlet, and none was parked.
@@ -153,7 +153,6 @@ class Engine:
                     argument.greenlet = me
                 else:
                     pool.append(me)
-                    self.switches += 1
                     target.switch()
                 break
             else:

@@ -46,13 +46,30 @@ class Fabric:
         lands = arrived + self._latency
         return lands, lands + self._acknowledge
 
-    def word(self, rank: int, peer: int, now: float) -> float:
-        """A word written to `peer` at `now` -> when it lands. Behind queued rows or past them, as the profile says."""
-        if rank == peer:
-            return now + self._local
-        if self._shared_queue:
-            now = max(now, self.egress[rank], self.ingress[peer])
-        return now + self._signal
+    def words(self, rank: int, first: int, count: int, now: float) -> list[tuple[float, list[int]]]:
+        """A word written to each of `count` ranks from `first` at `now` -> (lands, ranks), together where they can.
+
+        Behind the rows queued at both ports or past them, as the profile says.
+        """
+        sent = self.egress[rank] if self._shared_queue else now
+        if sent < now:
+            sent = now
+        together: list[tuple[float, list[int]]] = []
+        last = -1.0
+        for peer in range(first, first + count):
+            if peer == rank:
+                lands = now + self._local
+            else:
+                lands = sent
+                if self._shared_queue and self.ingress[peer] > lands:
+                    lands = self.ingress[peer]
+                lands += self._signal
+            if lands == last:
+                together[-1][1].append(peer)
+            else:
+                together.append((lands, [peer]))
+                last = lands
+        return together
 
     def dram(self, rank: int, size: int, now: float) -> float:
         """`size` bytes through this GPU's HBM -> when the last has passed."""

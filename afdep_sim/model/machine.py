@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,8 @@ class _Simulation:
         ]
         self.combined: list[dict[int, np.ndarray]] = [{} for _ in plan.exchanges]
         self.kept: list[dict[int, Received]] = [{} for _ in plan.exchanges]
+        self.stages: dict[int, list[memoryview]] = {}
+        """Stages that ended agents have left, by size."""
         self.ops = make_ops(self)
         self.texts: dict[tuple[str, Constants], Callable[..., None]] = {}
         self.unfinished = 0
@@ -152,11 +155,8 @@ class _Simulation:
                 for r in launches
             ],
             agents=[AgentEvent(*agents[i]) for i in order],
-            marks=[Mark(place[a], p, t) for a, p, t in sorted(self.marks, key=lambda m: place[m[0]])],
-            joins=[
-                Join(place[a], t, kind, place[source], source_ns)
-                for a, t, kind, source, source_ns in sorted(self.joins, key=lambda j: place[j[0]])
-            ],
+            marks=sorted((Mark(place[a], p, t) for a, p, t in self.marks), key=itemgetter(0)),
+            joins=sorted((Join(place[a], t, k, place[b], s) for a, t, k, b, s in self.joins), key=itemgetter(0)),
             ends_ns=self.ends_ns,
             counters=self.counters,
         )
@@ -339,6 +339,8 @@ class _Simulation:
                 run.last_agent = index
         if end > block.end_ns:
             block.end_ns = end
+        if agent.stage is not None and agent.stores_done <= agent.now:
+            self.stages[len(agent.stage)].append(agent.stage)
         block.left -= 1
         if not block.left:
             self.engine.at(block.end_ns, self.block_ended, block)

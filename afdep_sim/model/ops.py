@@ -13,6 +13,11 @@ from typing import Any
 from afdep_sim.kernels import phases
 from afdep_sim.model.memory import OFFSET_MASK, RANK_SHIFT, Waiter
 from afdep_sim.model.rows import add_rows
+from afdep_sim.window import WORD_OFFSETS
+
+
+BARRIER_WORDS_END = WORD_OFFSETS["barrier_signals"] + 16
+"""Signals below this offset are calls of the all-rank barrier."""
 
 
 def make_ops(sim: Any) -> ModuleType:
@@ -133,6 +138,7 @@ def _synchronisation(sim: Any, ops: Any, sync: Any) -> None:
 def _words(sim: Any, ops: Any, sync: Any) -> None:
     engine, memory, fabric, profile = sim.engine, sim.memory, sim.fabric, sim.profile
     marks, joins, counters, observer = sim.marks, sim.joins, sim.counters, sim.observer
+    at_time = engine.at
     i64, i32, writers, waiters, satisfied = memory.i64, memory.i32, memory.writers, memory.waiters, memory.satisfied
     load_ns, store_ns, atomic_ns, poll_ns, issue_ns = (
         profile.load_ns,
@@ -190,14 +196,10 @@ def _words(sim: Any, ops: Any, sync: Any) -> None:
     def add_release_each(ctx: int, first: int, count: int, offset: int, value: int) -> None:
         agent = sync()
         now = agent.now
-        word = offset >> 3
-        times: dict[float, list[int]] = {}
-        for peer in range(first, first + count):
-            times.setdefault(fabric.word(ctx, peer, now), []).append(peer)
-        for time, peers in times.items():
-            engine.at(time, added, (peers, word, value, agent.index, now, agent.run.exchange))
+        for time, peers in fabric.words(ctx, first, count, now):
+            at_time(time, added, (peers, offset >> 3, value, agent.index, now, agent.run.exchange))
         counters[ctx]["signals"] += count
-        if offset < 1024:
+        if offset < BARRIER_WORDS_END:
             counters[ctx]["barriers"] += 1
         agent.now += store_ns
 
@@ -269,9 +271,9 @@ def _lanes(sim: Any, ops: Any, sync: Any) -> None:
     def lanes_scatter(base: int, index: list[int], lanes: list[int]) -> None:
         engine.current.now += issue_ns
         words, at = i32[base >> RANK_SHIFT], (base & OFFSET_MASK) >> 2
-        for i, value in zip(index, lanes, strict=True):
+        for lane, i in enumerate(index):
             if i >= 0:
-                words[at + i] = value
+                words[at + i] = lanes[lane]
 
     def lanes_owner(expert: list[int], experts: int) -> list[int]:
         owner, seen = [-1] * len(expert), 0

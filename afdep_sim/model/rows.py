@@ -115,14 +115,12 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
         agent = sync()
         encoded = -agent.block.counters - 1
         now = agent.now
-        for peer in range(receivers):
-            first = receivers + experts * peer
-            values = np.concatenate((encoded[peer : peer + 1], encoded[first : first + experts]))
-            engine.at(
-                fabric.word(ctx, peer, now),
-                published,
-                (peer, rank_offset >> 3, expert_offset >> 3, values, agent.index, now, agent.run.exchange),
-            )
+        for time, peers in fabric.words(ctx, 0, receivers, now):
+            for peer in peers:
+                first = receivers + experts * peer
+                values = np.concatenate((encoded[peer : peer + 1], encoded[first : first + experts]))
+                event = (peer, rank_offset >> 3, expert_offset >> 3, values, agent.index, now, agent.run.exchange)
+                engine.at(time, published, event)
         counters[ctx]["count_words"] += receivers * (1 + experts)
         agent.now += store_ns * -(-receivers * (1 + experts) // 128)
 
@@ -178,14 +176,14 @@ def _stage(sim: Any, ops: Any, sync: Any) -> None:
     engine, issue_ns = sim.engine, sim.profile.issue_ns
     lanes_format = {k: Struct(f"{k}i") for k in range(1, 33)}
     one = lanes_format[1].pack_into
-    poison = {}
+    free: dict[int, list[Any]] = sim.stages
 
     def stage(index: int, row_bytes: int) -> Any:
-        """A fresh, poisoned stage: what a text forgets to write must not look right."""
-        pattern = poison.get(row_bytes)
-        if pattern is None:
-            pattern = poison[row_bytes] = b"\xff" * row_bytes
-        return memoryview(bytearray(pattern))
+        """A stage of its own until the agent ends: poisoned, or as an earlier agent left it, as shared memory is."""
+        agent = engine.current
+        pool = free.setdefault(row_bytes, [])
+        row = agent.stage = pool.pop() if pool else memoryview(bytearray(b"\xff" * row_bytes))
+        return row
 
     def stage_lanes(row: Any, offset: int, lanes: list[int]) -> None:
         engine.current.now += issue_ns
@@ -223,7 +221,10 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         agent = sync()
         now = agent.now
         done = dram(source >> RANK_SHIFT, size, now)
-        passed = through_sm(agent, size, now)
+        rates, sm = sm_copy[agent.rank], agent.block.sm
+        passed = rates[sm]
+        passed = (passed if passed > now else now) + size / copy_rate
+        rates[sm] = passed
         agent.load = (source, size, (done if done > passed else passed) + load_latency)
         agent.now = now + issue_ns
 
@@ -266,9 +267,9 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
 
     def row_store_peers(ctx: int, row: Any, size: int, ranks: list[int], offset: int, slots: list[int]) -> None:
         agent = sync()
-        for peer, slot in zip(ranks, slots, strict=True):
+        for lane, peer in enumerate(ranks):
             if peer >= 0:
-                store(agent, row, size, peer, offset + slot * size)
+                store(agent, row, size, peer, offset + slots[lane] * size)
 
     def scattered(event: tuple[int, int, Any, int, list[int], int, int]) -> None:
         rank, offset, row, size, slots, agent, exchange = event
