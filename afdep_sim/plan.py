@@ -182,12 +182,18 @@ class Plan:
         """The first exchange's workload."""
         return self.exchanges[0].workload
 
-    def inputs(self, data: bool = True) -> list[dict[int, Source]]:
-        """What each Attention rank brings to each exchange, drawn from the exchanges' workloads."""
-        return [
-            {rank: exchange.workload.source(self.topology, rank, n, data) for rank in self.topology.attention}
-            for n, exchange in enumerate(self.exchanges)
-        ]
+    def inputs(self, data: bool = True, repeated: bool = False) -> list[dict[int, Source]]:
+        """What each Attention rank brings to each exchange, drawn from the exchanges' workloads.
+
+        repeated: the first exchange's rows and routes again and again, as a replayed graph has them.
+        """
+        if repeated:
+            return [self._sources(0, data)] * len(self.exchanges)
+        return [self._sources(n, data) for n in range(len(self.exchanges))]
+
+    def _sources(self, number: int, data: bool) -> dict[int, Source]:
+        workload = self.exchanges[number].workload
+        return {rank: workload.source(self.topology, rank, number, data) for rank in self.topology.attention}
 
 
 def build_plan(

@@ -140,13 +140,17 @@ def _stand_in(x: Floats, expert: NDArray[np.integer], weight: Floats, bias: np.f
     _round(x)
 
 
-def expert_rows(x_bits: Bits, expert: NDArray[np.integer], weight: Floats, exchange: int) -> Bits:
+def expert_rows(
+    x_bits: Bits, expert: NDArray[np.integer], weight: Floats, exchange: int, out: Bits | None = None
+) -> Bits:
     """The stand-in's output: uint16 [n, H] rows, int [n] global real experts, float32 [n] weights -> uint16 [n, H].
 
-    bf16(w * (x * s(e) + b(n))) in FP32, one rounding per operation. Temporaries stay below a few MiB whatever n is.
+    bf16(w * (x * s(e) + b(n))) in FP32, one rounding per operation. Written to `out` where it is given. Temporaries
+    stay below a few MiB whatever n is.
     """
     rows, hidden = x_bits.shape
-    out = np.empty((rows, hidden), np.uint16)
+    if out is None:
+        out = np.empty((rows, hidden), np.uint16)
     bias = exchange_bias(exchange)
     step = max(1, CHUNK // max(1, hidden))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -293,16 +297,18 @@ def _blocks(
     return counts, np.cumsum(sizes) - sizes, sizes
 
 
-def precomputed_y(topology: Topology, workload: Workload, rank: int, sources: Mapping[int, Source]) -> Bits:
+def precomputed_y(
+    topology: Topology, workload: Workload, rank: int, sources: Mapping[int, Source], out: Bits | None = None
+) -> Bits:
     """The expert output tensor of FFN `rank` in a timed run: uint16 [slots, H] up to the last aligned block.
 
     Every real slot of an expert's block holds that expert's precomputed row, whichever token racing puts there. Slots
-    that only fill up the alignment hold NaN: nobody may read them.
+    that only fill up the alignment hold NaN: nobody may read them. Written to `out` where it is given.
     """
     local = workload.experts_per_rank(topology)
     counts, starts, sizes = _blocks(topology, workload, rank, sources)
     table = precomputed_rows(workload.real_experts(topology), workload.hidden)[rank * local :]
-    y = np.empty((int(sizes.sum()), workload.hidden), np.uint16)
+    y = np.empty((int(sizes.sum()), workload.hidden), np.uint16) if out is None else out
     for expert in np.flatnonzero(counts):
         block = y[starts[expert] :][: sizes[expert]]
         block[: counts[expert]] = table[expert]

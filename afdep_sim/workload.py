@@ -33,6 +33,13 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _random_bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """uint16 [shape]: finite BF16 bit patterns of both signs, magnitudes in [2^-6, 4), every mantissa bit random."""
+    bits = generator.integers(0, 1 << 16, shape, dtype=np.uint16)
+    exponent = ((bits >> np.uint16(7)) & np.uint16(7)) + np.uint16(121)
+    return (bits & np.uint16(0x807F)) | (exponent << np.uint16(7))
+
+
 @dataclass(frozen=True)
 class Source:
     """What one Attention rank brings to one exchange.
@@ -136,7 +143,7 @@ class Workload:
         order = np.argsort(generator.random((tokens, pool)), axis=1)[:, : self.topk]
         topk = np.ascontiguousarray(order, dtype=np.int32)
         weights = generator.random((tokens, self.topk), dtype=np.float32)
-        x = bf16_bits(generator.standard_normal((tokens, self.hidden), dtype=np.float32)) if data else None
+        x = _random_bf16(generator, (tokens, self.hidden)) if data else None
         return Source(x, topk, weights)
 
     @cached_property

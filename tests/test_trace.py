@@ -170,16 +170,27 @@ def test_spans_reach_from_the_first_entry_to_the_last_exit_of_a_class() -> None:
     ]
 
 
-def test_spans_do_not_depend_on_the_order_of_marks_of_different_agents() -> None:
+def test_the_order_of_marks_and_joins_in_the_lists_does_not_matter() -> None:
     events = exchanges()
     mixed = copy.deepcopy(events)
-    mixed.marks.sort(key=lambda mark: (mark.phase, -mark.agent))
+    mixed.marks.reverse()
+    mixed.joins.reverse()
     assert spans(mixed) == spans(events)
+    assert critical_path(mixed, ATTENTION, 0, 1) == critical_path(events, ATTENTION, 0, 1)
 
 
 def test_critical_path_is_the_one_worked_out_by_hand() -> None:
     expected = [(rank, label, phase, PERIOD_NS + a, PERIOD_NS + b) for rank, label, phase, a, b in WALK]
     assert merged(exchanges(), ATTENTION, 0, 1) == expected
+    assert merged(exchanges(3), ATTENTION, 0, 1) == expected
+
+
+def test_critical_path_starts_at_the_agent_that_ended_last() -> None:
+    start = Join(0, 20, "stream", -1, 0), Join(1, 20, "stream", -1, 0)
+    events = one_launch(*start)
+    assert critical_path(events, 0, 0, 1)[-1].agent == 0
+    events.agents[1] = events.agents[1]._replace(end_ns=95)
+    assert critical_path(events, 0, 0, 1)[-1].agent == 1
 
 
 def test_critical_path_covers_its_time_without_a_hole() -> None:
@@ -221,7 +232,7 @@ def phases_of(events: Events) -> list[tuple[int, int, float, float]]:
 
 
 def test_time_before_everything_is_a_gap() -> None:
-    assert phases_of(one_launch(Join(0, 20, "stream", -1, 0))) == [
+    assert phases_of(one_launch(Join(0, 20, "stream", -1, 17))) == [
         (0, ph.GAP, 5, 20),
         (0, ph.GAP, 20, 30),
         (0, ph.COMBINE_START, 30, 50),
@@ -233,6 +244,13 @@ def test_time_before_everything_is_a_gap() -> None:
 def test_a_wait_that_a_mark_follows_at_once_belongs_to_the_phase_before() -> None:
     events = one_launch(Join(0, 50, "grid", 1, 45), Join(1, 20, "stream", -1, 0))
     assert (0, ph.COMBINE_START, 45, 50) in phases_of(events)
+
+
+def test_time_between_kernels_is_a_gap_even_if_the_agent_opens_a_phase_at_once() -> None:
+    for kind, phase in (("stream", ph.GAP), ("primary", ph.GAP), ("block", ph.COMBINE_EXIT)):
+        events = one_launch(Join(0, 30, kind, 1, 24), Join(1, 20, "stream", -1, 0))
+        events.marks[:] = [Mark(0, ph.COMBINE_EXIT, 30), Mark(1, ph.COMBINE_START, 20)]
+        assert [s.phase for s in critical_path(events, 0, 0, 1) if s.end_ns == 30] == [phase]
 
 
 def test_a_source_that_acted_behind_its_end_is_charged_to_the_gap() -> None:
@@ -351,6 +369,8 @@ def test_picture_has_a_slice_for_every_span_and_launch() -> None:
         "args": {"exchange": 0, "kernel": "dispatch", "warps": 1},
     }
     assert track_names(trace)[2, payload["tid"]] == "block 0 payload"
+    kernel = next(event for event in of_kind(trace, "X") if event["name"] == "reduce_epilogue")
+    assert kernel["args"] == {"exchange": 0, "grid": 1, "warps": 8}
     processes = {e["pid"]: e["args"]["name"] for e in of_kind(trace, "M") if e["name"] == "process_name"}
     assert processes == {1: "rank 0 (ffn)", 2: "rank 1 (attention)"}
 
@@ -395,6 +415,23 @@ def test_spans_that_overlap_go_to_lanes_and_those_that_nest_stay() -> None:
     assert validate_perfetto(trace) == 7
 
 
+def test_kernels_that_run_beside_each_other_never_share_a_lane() -> None:
+    story = Story()
+    story.launch(0, "dispatch", 0, 100)
+    story.launch(0, "copy_epilogue", 20, 80)
+    trace = perfetto(story.events, ONE_EACH)
+    assert tracks_of(trace, "dispatch") == {"kernels": [(0, 0.1)]}
+    assert tracks_of(trace, "copy_epilogue") == {"kernels, lane 2": [(0.02, 0.08)]}
+
+
+def test_of_two_spans_with_one_start_the_shorter_lies_inside_the_longer() -> None:
+    events = overlapping()
+    events.marks[:] = [Mark(1, ph.COPY_START, 20), Mark(0, ph.DISPATCH_PAYLOAD, 20), Mark(1, ph.COPY_ROWS, 60)]
+    trace = perfetto(events, ONE_EACH)
+    assert tracks_of(trace, "copy start") == {"block 0 rows": [(0.02, 0.06)]}
+    assert tracks_of(trace, "dispatch payload") == {"block 0 rows": [(0.02, 0.1)]}
+
+
 def test_arrows_lead_from_the_signal_to_the_wait_it_ended() -> None:
     events = exchanges(1)
     trace = perfetto(events, ONE_EACH)
@@ -411,25 +448,34 @@ def test_arrows_lead_from_the_signal_to_the_wait_it_ended() -> None:
     assert all(event["bp"] == "e" for event in of_kind(trace, "f"))
 
 
-@pytest.mark.parametrize(("source_ns", "time_ns"), [(270, 360), (280, 350), (275, 275), (10, 15), (4, 360)])
+def bound(trace: dict[str, Any], flow_id: int) -> list[tuple[str, str]]:
+    """What a reader binds the ends of an arrow to: (kind of end, the slice it opened last on the end's track)."""
+    validate_perfetto(trace)
+    topmost: dict[tuple[int, int], str] = {}
+    found = []
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            topmost[event["pid"], event["tid"]] = event["name"]
+        elif event.get("id") == flow_id:
+            found.append((event["ph"], topmost[event["pid"], event["tid"]]))
+    return found
+
+
+@pytest.mark.parametrize(("source_ns", "time_ns"), [(270, 360), (280, 350), (275, 275), (270, 270), (10, 15), (4, 360)])
 def test_an_arrow_at_the_edge_of_a_phase_is_read_with_the_right_slice(source_ns: float, time_ns: float) -> None:
-    """A reader binds an end to the slice that it opened last on the track; so order counts where times are equal."""
     events = exchanges(1)
     at = next(i for i, join in enumerate(events.joins) if join.kind == "signal")
     payload, receive = 1, 2
     events.joins[at] = Join(receive, time_ns, "signal", payload, source_ns)
-    trace = perfetto(events, ONE_EACH)
-    validate_perfetto(trace)
-    topmost: dict[tuple[int, int], dict[str, Any]] = {}
-    bound = []
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            topmost[event["pid"], event["tid"]] = event
-        elif event.get("id") == at:
-            bound.append((event["ph"], topmost[event["pid"], event["tid"]]["name"]))
     sends = "dispatch exit" if source_ns >= 270 else "dispatch start" if source_ns >= 10 else "dispatch"
     waits = "dispatch arrival" if time_ns > 50 else "dispatch start"
-    assert bound == [("s", sends), ("f", waits)]
+    assert bound(perfetto(events, ONE_EACH), at) == [("s", sends), ("f", waits)]
+
+
+def test_an_arrow_does_not_start_in_a_slice_that_begins_beside_it() -> None:
+    events = overlapping()
+    events.joins.append(Join(1, 90, "signal", 0, 20))
+    assert bound(perfetto(events, ONE_EACH), 0) == [("s", "dispatch payload"), ("f", "copy start")]
 
 
 def test_an_arrow_outside_its_launch_is_refused() -> None:
@@ -443,7 +489,7 @@ def random_events(seed: int) -> Events:
     """Launches, agents and marks at times with fractions of a nanosecond, many of them equal or close."""
     rng = random.Random(seed)
     story = Story()
-    story.shift_ns = rng.random() * 1e7
+    story.shift_ns = rng.choice([0, 960, rng.random() * 1e7])
     for _ in range(6):
         start_ns = rng.random() * 40
         story.launch(rng.randrange(2), "combine", start_ns, start_ns + 60)
@@ -461,8 +507,8 @@ def test_any_events_give_a_picture_that_no_reader_cuts(seed: int) -> None:
     assert validate_perfetto(json.dumps(trace)) == len(spans(events)) + len(events.launches)
     # What a reader makes of a time (whole nanoseconds, the rest cut off) is the rounded time.
     read = sorted(int(event["ts"] * 1000) for event in of_kind(trace, "X"))
-    meant = sorted(round(span.start_ns) for span in [*spans(events), *events.launches])
-    assert read == meant
+    meant = sorted(round(s.start_ns) for s in spans(events)) + [round(s.start_ns) for s in events.launches]
+    assert read == sorted(meant)
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Any) -> None:
@@ -643,8 +689,9 @@ def test_equal_runs_have_equal_digests() -> None:
 
 def test_a_digest_does_not_depend_on_the_hash_seed() -> None:
     program = (
-        "from afdep_sim.run import *; from afdep_sim.trace import digest;"
-        "print(digest(Run([], [], Events(counters=[dict.fromkeys({'rows', 'signals', 'kernels', 'bytes_in'}, 1)]), [])))"
+        "from afdep_sim.run import Events, Run; from afdep_sim.trace import digest;"
+        "counters = dict.fromkeys({'rows', 'signals', 'kernels', 'bytes_in'}, 1);"
+        "print(digest(Run([], [], Events(counters=[counters]), [])))"
     )
     found = {
         subprocess.run(

@@ -15,12 +15,12 @@ class KernelRun:
 
     __slots__ = (
         "agents_left_to_sync",
+        "arguments",
         "blocks_left",
         "complete",
         "end_ns",
         "exchange",
         "function",
-        "arguments",
         "grid_arrived",
         "grid_last",
         "grid_waiting",

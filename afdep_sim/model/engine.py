@@ -30,7 +30,10 @@ class Task:
 
 
 class Engine:
-    """Runs events and tasks until nothing is left. `current` is the running task; `on_end(task)` is called at its end."""
+    """Runs events and tasks until nothing is left.
+
+    `current` is the running task; `on_end(task)` is called when a task's function has returned.
+    """
 
     __slots__ = ("_hub", "_pool", "current", "heap", "now", "on_end", "sequence", "sync")
 
@@ -39,7 +42,7 @@ class Engine:
         self.now = 0.0
         self.sequence = 0
         self.current: Any = None
-        self.on_end = on_end or (lambda task: None)
+        self.on_end = on_end or (lambda _: None)
         self._pool: list[greenlet] = []
         self._hub = getcurrent()
         self.sync = self._make_sync()
@@ -69,7 +72,7 @@ class Engine:
         heap = self.heap
 
         def sync() -> Any:
-            """Let everything due before the current task's clock happen, then return the task; no switch if nothing is."""
+            """Let everything due before the current task's clock happen, then return the task."""
             me = self.current
             time = me.now
             if time <= self.now:
@@ -117,7 +120,7 @@ class Engine:
         self._hub.switch()
 
     def run(self) -> float:
-        """Run until no event is left; returns the time. Tasks still blocked then will never run: ask the machine why."""
+        """Run until no event is left -> the time. Tasks still blocked then will never run: ask the machine why."""
         hub = self._hub = getcurrent()
         heap = self.heap
         while heap:

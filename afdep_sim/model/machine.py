@@ -43,7 +43,8 @@ class Machine:
     data: move payload bytes (else only metadata and words move: timing-only). collapse: represent idle warps once.
     early_dependents: run every warp of a programmatic dependent from the moment its block is resident, for texts that
     do something before `wait_dependencies` (by default its agents are created when its primary completes, at the
-    same times). seed: draws each rank's launch skew. received: keep what FFN ranks received. observer: called as
+    same times). seed: draws each rank's launch skew. received: keep what FFN ranks received; on_received: called as
+    on_received(exchange, rank, views) instead, before the experts' step. observer: called as
     observer(kind, rank, offset, bytes, agent, time_ns, exchange) for every landing ('land'), payload read ('read'),
     word write ('set') and clear ('clear').
     A run is a pure function of (plan, inputs, seed).
@@ -58,6 +59,7 @@ class Machine:
         early_dependents: bool = False,
         seed: int = 0,
         received: bool = False,
+        on_received: Callable[[int, int, Received], None] | None = None,
         observer: Callable[..., None] | None = None,
     ) -> None:
         self.profile = profile
@@ -66,6 +68,7 @@ class Machine:
         self.early_dependents = early_dependents
         self.seed = seed
         self.received = received
+        self.on_received = on_received
         self.observer = observer
 
     def run(self, plan: Plan, inputs: Inputs | None = None, factories: Mapping[str, Any] | None = None) -> Run:
@@ -92,7 +95,8 @@ class _Simulation:
         self.plan, self.inputs, self.factories = plan, inputs, factories
         self.profile, self.data, self.collapse = machine.profile, machine.data, machine.collapse
         self.early_dependents = machine.early_dependents
-        self.keep_received, self.observer, self.seed = machine.received, machine.observer, machine.seed
+        self.keep_received, self.on_received = machine.received, machine.on_received
+        self.observer, self.seed = machine.observer, machine.seed
         ranks = plan.topology.ranks
         self.engine = Engine(self.agent_ended)
         self.memory = Memory(ranks, plan.arena_bytes)
@@ -185,18 +189,19 @@ class _Simulation:
                     f"{self.describe_agent(waiter.task)} waits in {waiter.phase!r} for {waiter.wanted} at "
                     f"{self.word_name(waiter.low + short)}: value {words[short]}, last written by {last}"
                 )
-        for run in self.launches:
-            if not run.complete:
-                lines.append(
-                    f"rank {run.launch.rank} {run.launch.kernel} of exchange {run.exchange} has "
-                    f"{run.blocks_left} of {run.launch.grid} blocks left, {len(run.pending)} without an SM, "
-                    f"{len(run.grid_waiting)} agents in a grid synchronisation"
-                )
+        lines.extend(
+            f"rank {run.launch.rank} {run.launch.kernel} of exchange {run.exchange} has "
+            f"{run.blocks_left} of {run.launch.grid} blocks left, {len(run.pending)} without an SM, "
+            f"{len(run.grid_waiting)} agents in a grid synchronisation"
+            for run in self.launches
+            if not run.complete
+        )
         return lines
 
     def describe_agent(self, agent: Agent) -> str:
         launch = agent.run.launch
-        return f"rank {agent.rank} {launch.kernel} of exchange {agent.run.exchange} block {agent.block.id} warp {agent.warp}"
+        where = f"rank {agent.rank} {launch.kernel} of exchange {agent.run.exchange}"
+        return f"{where} block {agent.block.id} warp {agent.warp}"
 
     def describe(self, index: int) -> str:
         if index < 0:
@@ -275,8 +280,10 @@ class _Simulation:
             self.start_blocks(run, blocks, sms, start)
 
     def start_blocks(self, run: KernelRun, blocks: list[int], sms: list[int], start: float) -> None:
-        """Create the agents of resident blocks: those with work, one idle twin where the text could tell, and one
-        agent for all idle blocks that start together."""
+        """Create the agents of resident blocks.
+
+        Those with work, one idle twin where the text could tell, and one agent for all idle blocks that start together.
+        """
         work = run.work or {}
         warps = run.launch.agent_warps
         dependent = run.next is not None and run.next.launch.programmatic
@@ -415,7 +422,8 @@ class _Simulation:
         window = self.plan.exchanges[number].window
         source = self.inputs[number][rank]
         arena = self.memory.arrays[rank]
-        for name, values in (("topk", source.topk), ("weights", source.weights), ("x", source.x if self.data else None)):
+        x = source.x if self.data else None
+        for name, values in (("topk", source.topk), ("weights", source.weights), ("x", x)):
             if values is not None:
                 at = window.tensors[name].offset
                 arena[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
@@ -438,23 +446,26 @@ class _Simulation:
         if not self.data or self.plan.topology.role(rank) is not Role.FFN:
             return
         received = self.read_received(rank, number)
-        exchange = self.plan.exchanges[number]
-        used = len(received.x)
-        y = self.memory.view(
-            rank, exchange.window.tensors["expert_y"].offset, (used, exchange.workload.hidden), np.uint16
-        )
-        topology = self.plan.topology
-        if self.plan.experts == "precomputed":
-            y[:] = precomputed_y(topology, exchange.workload, rank, self.inputs[number])[:used]
-        else:
-            per_rank = exchange.workload.experts_per_rank(topology)
-            slots = received.metadata[:, 2:]
-            slots = np.sort(slots[slots >= 0])
-            ends = received.psum_expert[:per_rank]
-            expert = rank * per_rank + np.searchsorted(ends, slots, side="right")
-            y[slots] = expert_rows(received.x[slots], expert, received.weights[slots], number)
+        if self.on_received:
+            self.on_received(number, rank, received)
         if self.keep_received:
             self.kept[number][rank] = Received(*(a.copy() for a in vars(received).values()))
+        exchange = self.plan.exchanges[number]
+        topology, workload = self.plan.topology, exchange.workload
+        used = len(received.x)
+        y = self.memory.view(rank, exchange.window.tensors["expert_y"].offset, (used, workload.hidden), np.uint16)
+        if self.plan.experts == "precomputed":
+            precomputed_y(topology, workload, rank, self.inputs[number], out=y)
+            return
+        per_rank = workload.experts_per_rank(topology)
+        ends = received.psum_expert[:per_rank]
+        slots = received.metadata[:, 2:]
+        slots = np.sort(slots[slots >= 0])
+        expert = rank * per_rank + np.searchsorted(ends, slots, side="right")
+        if len(slots) == used:
+            expert_rows(received.x, expert, received.weights, number, out=y)
+        else:
+            y[slots] = expert_rows(received.x[slots], expert, received.weights[slots], number)
 
     def read_received(self, rank: int, number: int) -> Received:
         """Views of what `rank` holds after its copy epilogue; the caller copies what it keeps."""

@@ -49,7 +49,8 @@ class Memory:
     def view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A typed view of the arena; offset in bytes."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.arrays[rank][offset : offset + size].view(dtype).reshape(shape)
+        view: np.ndarray = self.arrays[rank][offset : offset + size].view(dtype).reshape(shape)
+        return view
 
     def satisfied(self, rank: int, low: int, high: int) -> list[Waiter]:
         """Take out and return the waiters of `rank` that a change of words [low, high) satisfies."""

@@ -15,7 +15,6 @@ from afdep_sim.model.memory import OFFSET_MASK, RANK_SHIFT, Waiter
 from afdep_sim.model.rows import add_rows
 from afdep_sim.window import WORD_OFFSETS
 
-
 BARRIER_WORDS_END = WORD_OFFSETS["barrier_signals"] + 16
 """Signals below this offset are calls of the all-rank barrier."""
 
@@ -31,7 +30,7 @@ def make_ops(sim: Any) -> ModuleType:
 
 
 def _who(sim: Any, ops: Any, sync: Any) -> None:
-    engine, marks, profile = sim.engine, sim.marks, sim.profile
+    engine, marks = sim.engine, sim.marks
 
     def device(function: Any) -> Any:
         return function

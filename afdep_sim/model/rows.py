@@ -215,7 +215,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         free = rates[sm]
         done = (free if free > now else now) + size / copy_rate
         rates[sm] = done
-        return done
+        return done  # type: ignore[no-any-return]
 
     def row_load(row: Any, source: int, size: int) -> None:
         agent = sync()
@@ -238,7 +238,8 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
             at = (source & OFFSET_MASK) + skip
             row[skip:size] = raw[source >> RANK_SHIFT][at : at + size - skip]
         if observer:
-            observer("read", source >> RANK_SHIFT, source & OFFSET_MASK, size, agent.index, engine.now, agent.run.exchange)
+            rank, offset = source >> RANK_SHIFT, source & OFFSET_MASK
+            observer("read", rank, offset, size, agent.index, engine.now, agent.run.exchange)
         return parity ^ 1
 
     def landed(event: tuple[int, int, Any, int, int, int]) -> None:

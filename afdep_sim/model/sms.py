@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from afdep_sim.plan import Device, Launch
 
-
 RESERVED_SHARED_BYTES = 2048
 """1 KiB the system keeps of every block's shared memory (CUDA programming guide), for this block and another."""
 

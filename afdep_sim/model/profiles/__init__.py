@@ -83,7 +83,10 @@ def entries(name: str) -> list[Entry]:
 
 
 def load_profile(name: str) -> Profile:
-    """'H100' or 'H200' (any case) -> Profile. Raises `Refusal` for unknown names, missing, extra or unphysical entries."""
+    """'H100' or 'H200' (any case) -> Profile.
+
+    Raises `Refusal` for an unknown name, and for missing, extra, mislabelled or unphysical entries.
+    """
     found = {e.name: e for e in entries(name)}
     names = [f.name for f in fields(Profile) if f.name not in ("name", "gpu")]
     if missing := sorted(set(names) - set(found)):
