@@ -1,0 +1,97 @@
+"""The `afdep` command, called in process: what it prints and writes, and what it refuses before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from afdep_sim import Protocol, Topology, Workload, simulate
+from afdep_sim.cli import BAD_ARGUMENTS, main
+from afdep_sim.perfetto import validate_perfetto
+from afdep_sim.records import read_rows
+
+SMALL = ["run", "2A2F", "--hidden", "512", "--tokens", "1,8", "--workers", "1"]
+
+
+def test_run_prints_both_arms_with_every_row_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    table = {(line[0], line[1]): line for line in lines if len(line) > 2 and line[1] in ("afdep", "fastafd_m2n")}
+    assert set(table) == {(t, a) for t in ("1", "8") for a in ("afdep", "fastafd_m2n")}
+    for tokens in (1, 8):
+        for arm in ("afdep", "fastafd_m2n"):
+            line = table[str(tokens), arm]
+            expected = simulate(Topology.parse("2A2F"), Workload(tokens=tokens, hidden=512), Protocol.parse(arm))
+            assert line[2] == f"{expected.round_trip_us:.2f}"
+            # Every row of 3 exchanges on both sides: received at the FFN ranks, combined at the Attention ranks.
+            assert int(line[-1]) == expected.rows_checked > 3 * 2 * tokens
+    assert "dispatch entry barrier" in printed
+    assert "total" in printed
+
+
+def test_published_figures_stand_beside_the_model_where_they_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "2A2F", "--tokens", "1", "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    afdep = next(line.split() for line in printed.splitlines() if " afdep " in line)
+    model, published, error = float(afdep[2]), float(afdep[3]), afdep[4]
+    assert published == 20.7
+    assert error == f"{100 * (model / published - 1):+.1f}%"
+    assert afdep[6] == "-34.6%"
+
+
+def test_the_same_results_whatever_the_number_of_processes(tmp_path: Path) -> None:
+    files = [tmp_path / "one.csv", tmp_path / "two.csv"]
+    for workers, file in zip(("1", "2"), files, strict=True):
+        assert main([*SMALL[:-1], workers, "--repeats", "2", "--csv", str(file)]) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    rows = read_rows(files[0])
+    assert [row.metric for row in rows] == ["round_trip_us", "paired_change_pct", "round_trip_us"] * 2
+
+
+def test_trace_and_figure_are_written_and_valid(tmp_path: Path) -> None:
+    trace, figure = tmp_path / "a.json", tmp_path / "a.svg"
+    assert main([*SMALL, "--trace", str(trace), "--plot", str(figure)]) == 0
+    assert validate_perfetto(trace.read_text()) > 100
+    flows = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "s"]
+    assert flows
+    assert "fastafd_m2n" in figure.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "2A"], "layout '2A' is not of the form"),
+        (["run", "2A2F", "--tokens", "4096"], "tokens 4096 is over|bucket 4096 is over the capacity of 2048"),
+        (["run", "2A2F", "--tokens", "9", "--bucket", "8"], "tokens 9 is over the bucket of 8"),
+        (["run", "2A2F", "--tokens", "x"], "tokens 'x' is not a whole number"),
+        (["run", "2A2F", "--tokens", "8,8"], "name one count twice"),
+        (["run", "2A2F", "--hidden", "100"], "hidden 100 is not a positive multiple of 256"),
+        (["run", "2A2F", "--profile", "B200"], "profile 'B200' is not one of"),
+        (["run", "2A2F", "--arm", "afdep+AFDEP_NOPE=1"], "'AFDEP_NOPE=1' is unknown or not built"),
+        (["run", "2A2F", "--arm", "afdep+AFDEP_SHARED_FFN_RECEIVE=0"], "is not built yet"),
+        (["run", "2A2F", "--arm", "afdep", "--arm", "afdep"], "name one protocol twice"),
+        (["run", "2A2F", "--sms", "0"], "transport SMs 0 is outside"),
+        (["run", "2A2F", "--repeats", "0"], "repeats 0 is below 1"),
+        (["run", "2A3F", "--experts", "128"], "experts 128 is not divisible by 3 FFN ranks"),
+        (["run", "2A2F", "--csv", "/nowhere/a.csv"], "folder '/nowhere' of a.csv does not exist"),
+        (["run", "2A2F", "--plot", "a.pdf"], "does not end in .svg or .png"),
+        (["run", "2A2F", "--hidden", "two"], "invalid int value"),
+        (["walk", "2A2F"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_64(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(arguments)
+    except SystemExit as exit_:
+        code = exit_.code
+    captured = capsys.readouterr()
+    assert code == BAD_ARGUMENTS
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert any(part in captured.err for part in sentence.split("|"))
