@@ -148,6 +148,14 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_written(tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
-def test_a_bar_of_nothing_is_drawn(tmp_path: Path) -> None:
-    phase_bars([(4, "x", {})], tmp_path / "bars.svg", "2A2F")
+def test_a_lone_small_phase_keeps_its_name_and_place(tmp_path: Path) -> None:
+    phase_bars([(4, "x", {"dispatch start": 0.1, "dispatch payload": 9.9})], tmp_path / "bars.svg", "2A2F")
+    found = texts(tmp_path / "bars.svg")
+    assert found.index("start") < found.index("payload")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("costs_us", [{}, {"gap": 0.0}])
+def test_a_bar_of_nothing_is_drawn(tmp_path: Path, costs_us: dict[str, float]) -> None:
+    phase_bars([(4, "x", costs_us)], tmp_path / "bars.svg", "2A2F")
     assert "0.0 \N{MICRO SIGN}s" in texts(tmp_path / "bars.svg")

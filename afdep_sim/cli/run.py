@@ -185,7 +185,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"rows: {options.csv}")
     if options.plot:
         bars = [(int(str(tokens)), protocol.arm, c) for (tokens, protocol), c in costs.items()]
-        phase_bars(bars, options.plot, title=heading(grid).splitlines()[0])
+        phase_bars(bars, options.plot, title=title(grid))
         print(f"figure: {options.plot}")
     if options.trace:
         cell = next(grid.cells())
@@ -206,7 +206,14 @@ def _short(protocol: Protocol, grid: Grid) -> str:
     return protocol.arm if protocol.arm == "afdep" else f"arm{grid.protocols.index(protocol) + 1}"
 
 
+def title(grid: Grid) -> str:
+    """What a figure is headed with: layout, shape and machine."""
+    workload = grid.workloads[0]
+    return f"{grid.topology.name}, hidden {workload.hidden}, {workload.dtype}: model of {grid.profile.upper()}"
+
+
 def heading(grid: Grid) -> str:
+    """What the tables are headed with: everything but tokens and arms."""
     workload = grid.workloads[0]
     return (
         f"{grid.topology.name}, one NVLink domain: hidden {workload.hidden}, {workload.dtype}, top-{workload.topk} of "
