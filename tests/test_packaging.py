@@ -172,7 +172,7 @@ def test_the_contracts_name_every_file_of_the_protocol_text():
     contracts = {contract["id"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
     assert set(contracts["text"]["source_modules"]) == text
     relaxed = [o for o in PYPROJECT["tool"]["mypy"]["overrides"] if o.get("disallow_untyped_defs") is False]
-    assert set(relaxed[0]["module"]) == text
+    assert set(relaxed[0]["module"]) == text | {"afdep_sim.kernels.ops"}
     pattern = "afdep_sim/kernels/{" + ",".join(sorted(path.stem for path in text_files())) + "}.py"
     assert pattern in PYPROJECT["tool"]["ruff"]["lint"]["per-file-ignores"]
 
