@@ -51,7 +51,7 @@ def quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def dequantise(codes: np.ndarray, packs: np.ndarray) -> np.ndarray:
     """(uint8 [n, H] E4M3, int32 [n, packs] UE8M0) -> float32 [n, H]; exact."""
     rows, hidden = codes.shape
-    exponent = packs.view(np.uint8)[:, : hidden // GROUP].astype(np.int32) - 127
+    exponent = np.ascontiguousarray(packs).view(np.uint8)[:, : hidden // GROUP].astype(np.int32) - 127
     values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(rows, hidden // GROUP, GROUP)
     result: np.ndarray = np.ldexp(values, exponent[:, :, None]).reshape(rows, hidden)
     return result

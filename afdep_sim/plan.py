@@ -14,7 +14,16 @@ from typing import ClassVar, NamedTuple
 from afdep_sim.errors import Refusal
 from afdep_sim.protocol import Exit, Protocol, Resolved
 from afdep_sim.topology import Role, Topology
-from afdep_sim.window import WORD_OFFSETS, WORKSPACE_BYTES, Window, align, combine_row_bytes, dispatch_row_bytes
+from afdep_sim.window import (
+    WORD_OFFSETS,
+    WORKSPACE_BYTES,
+    Window,
+    align,
+    combine_row_bytes,
+    dispatch_metadata_offset,
+    dispatch_row_bytes,
+    rank_layout,
+)
 from afdep_sim.workload import Source, Workload
 
 NOTIFY_WARPS = 4
@@ -48,9 +57,19 @@ class Constants:
 
     topk: int
     hidden_bytes: int
+    data_bytes: int
+    """Bytes of a row's values in dispatch: hidden_bytes, or half of them in FP8."""
+    packs: int
+    """Scale packs of a dispatch row; 0 in BF16."""
+    metadata_offset: int
     dispatch_row_bytes: int
     combine_row_bytes: int
     expert_alignment: int
+    expanded: bool
+    rank_layout: bool
+    combine_weights: bool
+    bias: int
+    host_counts: bool
     sends: bool
     """This rank's role sends payload in the kernel's phase."""
     receives: bool
@@ -61,6 +80,10 @@ class Constants:
     entry_barrier: bool
     exit_all_ranks: bool
     exit_grid: bool
+    check_routes: bool
+    """Sources check their own routes before they index, store or put anything by them (record section 8)."""
+    zero_view: bool
+    """Sources zero the inbox rows of tokens without a route: the collect view shows them (record section 13)."""
     reduce_prefix: int
     """Row slots of a reduction that are loaded without a branch (upstream section 5.1)."""
 
@@ -216,19 +239,29 @@ def build_plan(
     workloads = [workload] * exchanges if isinstance(workload, Workload) else list(workload)
     if resolved.transport_sms > device.sms:
         raise Refusal(f"transport SMs {resolved.transport_sms} is over the device's {device.sms}")
+    shapes = {(w.hidden, w.dtype) for w in workloads}
+    if len(shapes) > 1:
+        raise Refusal(f"exchanges of one plan have {len(shapes)} row shapes (hidden and dtype), more than 1")
     built = {w: _exchange(topology, w, resolved, device) for w in dict.fromkeys(workloads)}
     return Plan(topology, protocol, resolved, device, experts, tuple(built[w] for w in workloads))
 
 
+def shows_view(topology: Topology, workload: Workload, protocol: Resolved) -> bool:
+    """Whether the combined rows are a view of inbox region 0 instead of a copy (record section 13).
+
+    With weights, bias, more than one FFN rank or the top-k layout the ordinary result is returned.
+    """
+    plain = not workload.bias and not workload.combine_weights
+    return protocol.collect_view and plain and rank_layout(topology, workload, protocol)
+
+
 def _exchange(topology: Topology, workload: Workload, protocol: Resolved, device: Device) -> Exchange:
-    if topology.ranks > workload.topk:
-        raise Refusal(
-            f"layout {topology.name} has {topology.ranks} ranks, more than top-k {workload.topk}: "
-            "the top-k layout of the combine inbox is not built yet"
-        )
     workload.real_experts(topology)
     window = Window.build(topology, workload, protocol)
-    streams = tuple(tuple(_stream(topology, workload, protocol, device, rank)) for rank in range(topology.ranks))
+    streams = tuple(
+        tuple(_stream(topology, workload, protocol, device, window.received_rows, rank))
+        for rank in range(topology.ranks)
+    )
     return Exchange(workload, window, streams)
 
 
@@ -241,21 +274,33 @@ def _warps(device: Device, row_bytes: int, most: int, reserved_bytes: int = 0) -
 
 
 def _stream(
-    topology: Topology, workload: Workload, protocol: Resolved, device: Device, rank: int
+    topology: Topology, workload: Workload, protocol: Resolved, device: Device, received_rows: int, rank: int
 ) -> Iterator[Launch]:
     attention = topology.role(rank) is Role.ATTENTION
     union, experts = not protocol.role_aware, workload.experts_per_rank(topology)
     hidden, topk, bucket = workload.hidden_bytes, workload.topk, workload.bucket
-    dispatch_row, combine_row = dispatch_row_bytes(hidden, topk), combine_row_bytes(hidden, topk)
+    data, packs = workload.dispatch_bytes, workload.packs
+    dispatch_row, combine_row = dispatch_row_bytes(data, topk, packs), combine_row_bytes(hidden, topk)
+    ranks_in_regions = rank_layout(topology, workload, protocol)
+    view = shows_view(topology, workload, protocol)
+    pack_stride = 4 * align(received_rows, 4)
     first_region = 0 if protocol.union_buffers else topology.ffn_ranks
     tokens = workload.tokens_of(topology, rank)
     grid = protocol.transport_sms
     base = Constants(
         topk=topk,
         hidden_bytes=hidden,
+        data_bytes=data,
+        packs=packs,
+        metadata_offset=dispatch_metadata_offset(data, packs),
         dispatch_row_bytes=dispatch_row,
         combine_row_bytes=combine_row,
         expert_alignment=workload.expert_alignment,
+        expanded=workload.expanded,
+        rank_layout=ranks_in_regions,
+        combine_weights=workload.combine_weights,
+        bias=0,
+        host_counts=workload.host_counts,
         sends=union,
         receives=union,
         sends_counts=False,
@@ -264,6 +309,8 @@ def _stream(
         entry_barrier=protocol.entry_barriers,
         exit_all_ranks=protocol.exit is Exit.ALL_RANKS,
         exit_grid=protocol.exit is Exit.GRID,
+        check_routes=False,
+        zero_view=False,
         reduce_prefix=0,
     )
     epilogue = replace(base, sends=False, receives=False, entry_barrier=False, exit_all_ranks=False, exit_grid=False)
@@ -279,6 +326,8 @@ def _stream(
             sends_counts=attention or protocol.union_counts,
             receives_counts=not attention or protocol.union_counts,
             union_counts=protocol.union_counts,
+            check_routes=protocol.role_aware and attention,
+            zero_view=view and attention,
         ),
         grid,
         NOTIFY_WARPS + _warps(device, dispatch_row, most_payload, histogram_bytes),
@@ -295,12 +344,15 @@ def _stream(
             bucket,
             first_region,
             tokens,
+            workload.real_experts(topology),
             Tensor("x"),
+            Tensor("scales"),
             Tensor("topk"),
             Tensor("weights"),
             Tensor("slot_of_lane"),
             Tensor("psum_rank"),
             Tensor("psum_expert"),
+            Tensor("host_counts"),
         ),
         tokens=tokens,
     )
@@ -326,6 +378,9 @@ def _stream(
                 Tensor("psum_expert"),
                 Tensor("metadata"),
                 Tensor("received_x"),
+                Tensor("received_scales"),
+                pack_stride,
+                Tensor("received_topk"),
                 Tensor("received_weights"),
             ),
         )
@@ -351,13 +406,14 @@ def _stream(
             Tensor("psum_rank"),
             Tensor("metadata"),
             Tensor("expert_y"),
+            Tensor("received_weights"),
         ),
     )
-    if union or attention:
+    if union or (attention and not view):
         yield Launch(
             rank,
             "reduce_epilogue",
-            replace(epilogue, reduce_prefix=topk),
+            replace(epilogue, reduce_prefix=topk, bias=workload.bias),
             device.sms,
             _warps(device, align(hidden, 32), 32),
             device.shared_per_block_bytes,
@@ -371,6 +427,9 @@ def _stream(
                 tokens,
                 Tensor("topk"),
                 Tensor("combined_x"),
+                Tensor("combined_weights"),
+                Tensor("bias0"),
+                Tensor("bias1"),
             ),
             tokens=tokens,
         )

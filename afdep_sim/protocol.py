@@ -46,6 +46,9 @@ SWITCHES = (
     Switch("AFDEP_SHARED_FFN_RECEIVE", "shared_ffn_receive", "15", built=(True,)),
 )
 SWITCH_OF_ENV = {switch.env: switch for switch in SWITCHES}
+TOKENS = {"COLLECT_VIEW": "collect_view", "dev:topk_layout": "topk_layout"}
+"""Bare words of an arm -> the field they set: section 13's view, and the top-k layout of the combine inbox where the
+rank layout would do (a deviation for tests)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Protocol:
     """One arm. The defaults are afdEP-comm as far as it is built; `Protocol.afdep()` and `.fastafd_m2n()` name the two.
 
     The boolean fields are the record's control variables: False is the shipped protocol, True restores what the
-    section replaced. `transport_sms` is the grid of dispatch and combine. `shared_ffn_receive` has only its True
+    section replaced. `collect_view` (section 13): with one FFN rank the combined rows are a view of the inbox.
+    `topk_layout`: one combine region per top-k lane even where there is one per rank. `transport_sms` is the grid of dispatch and combine. `shared_ffn_receive` has only its True
     state so far: the section 15 receive kernel is a later addition.
     """
 
@@ -65,6 +69,8 @@ class Protocol:
     union_buffers: bool = False
     union_reduce_prefix: bool = False
     shared_ffn_receive: bool = True
+    collect_view: bool = False
+    topk_layout: bool = False
     transport_sms: int = 24
 
     def __post_init__(self) -> None:
@@ -101,10 +107,13 @@ class Protocol:
         """This protocol with `NAME=VALUE` switches set; M2N has none of them and keeps its one form."""
         changes: dict[str, bool] = {}
         for part in parts:
+            if part in TOKENS:
+                changes[TOKENS[part]] = True
+                continue
             name, _, value = part.partition("=")
             switch = SWITCH_OF_ENV.get(name)
             if switch is None:
-                known = ", ".join(SWITCH_OF_ENV)
+                known = ", ".join([*SWITCH_OF_ENV, *TOKENS])
                 raise Refusal(f"switch {part!r} is unknown or not built yet; the switches are {known}")
             if value not in ("0", "1"):
                 raise Refusal(f"switch {part!r} takes {name}=0 or {name}=1")
@@ -120,6 +129,7 @@ class Protocol:
             for switch in SWITCHES
             if getattr(self, switch.field) != getattr(base, switch.field)
         ]
+        parts += [token for token, field in TOKENS.items() if getattr(self, field)]
         return "+".join([self.preset, *parts])
 
     def resolve(self, topology: Topology) -> Resolved:
@@ -136,6 +146,8 @@ class Protocol:
             off = ["AFDEP_GRID_SYNC_EXIT"]
         if roles and self.union_reduce_prefix and topology.ffn_ranks > 1:
             off.append("AFDEP_UNION_REDUCE_PREFIX")
+        if self.collect_view and not (roles and topology.ffn_ranks == 1):
+            off.append("COLLECT_VIEW")
         exit_ = Exit.PER_BLOCK
         if not roles or self.all_rank_exit:
             exit_ = Exit.ALL_RANKS
@@ -147,6 +159,8 @@ class Protocol:
             union_counts=not roles or self.union_notify,
             exit=exit_,
             union_buffers=not roles or self.union_buffers,
+            collect_view=roles and self.collect_view and topology.ffn_ranks == 1,
+            topk_layout=self.topk_layout,
             single_ffn_prefix=roles and topology.ffn_ranks == 1 and not self.union_reduce_prefix,
             transport_sms=self.transport_sms,
             off=tuple(off),
@@ -162,11 +176,13 @@ class Resolved:
     union_counts: bool
     exit: Exit
     union_buffers: bool
+    collect_view: bool
+    topk_layout: bool
     single_ffn_prefix: bool
     transport_sms: int
     off: tuple[str, ...]
 
     def agreement(self) -> tuple[tuple[str, object], ...]:
         """The wire-visible part every rank must share: (name, value) pairs in field order."""
-        local = ("single_ffn_prefix", "off")
+        local = ("collect_view", "single_ffn_prefix", "off")
         return tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in local)

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from afdep_sim.formats import dequantise
 from afdep_sim.run import Received
 from afdep_sim.topology import Topology
 from afdep_sim.workload import MAX_EXPERTS, Source, Workload
@@ -140,15 +141,25 @@ def _stand_in(x: Floats, expert: NDArray[np.integer], weight: Floats, bias: np.f
     _round(x)
 
 
-def expert_rows(
-    x_bits: Bits, expert: NDArray[np.integer], weight: Floats, exchange: int, out: Bits | None = None
-) -> Bits:
-    """The stand-in's output: uint16 [n, H] rows, int [n] global real experts, float32 [n] weights -> uint16 [n, H].
+def _values(x: NDArray[np.generic], scales: NDArray[np.int32] | None) -> Floats:
+    """The values of dispatched rows, a fresh float32 [n, H]: uint16 BF16, or uint8 E4M3 with int32 [n, packs] scales."""
+    return _decode(x) if scales is None else dequantise(x, scales)
 
-    bf16(w * (x * s(e) + b(n))) in FP32, one rounding per operation. Written to `out` where it is given. Temporaries
-    stay below a few MiB whatever n is.
+
+def expert_rows(
+    x: NDArray[np.generic],
+    expert: NDArray[np.integer],
+    weight: Floats,
+    exchange: int,
+    scales: NDArray[np.int32] | None = None,
+    out: Bits | None = None,
+) -> Bits:
+    """The stand-in's output: [n, H] rows, int [n] global real experts, float32 [n] weights -> uint16 [n, H].
+
+    x: uint16 BF16, or uint8 E4M3 with int32 [n, packs] `scales`. bf16(w * (x * s(e) + b(n))) in FP32, one rounding
+    per operation. Written to `out` where it is given. Temporaries stay below a few MiB whatever n is.
     """
-    rows, hidden = x_bits.shape
+    rows, hidden = x.shape
     if out is None:
         out = np.empty((rows, hidden), np.uint16)
     bias = exchange_bias(exchange)
@@ -156,7 +167,7 @@ def expert_rows(
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for at in range(0, rows, step):
             chunk = slice(at, at + step)
-            values = _decode(x_bits[chunk])
+            values = _values(x[chunk], None if scales is None else scales[chunk])
             _stand_in(values, expert[chunk], weight[chunk], bias)
             out[chunk] = _narrow(values)
     return out
@@ -194,21 +205,24 @@ def _pack(groups: Ints, items: Ints, count: int) -> Ints:
     return lists
 
 
-def _reduce_lists(lists: Ints, rows_of: Callable[[Ints], Floats], hidden: int) -> tuple[Floats, Ints]:
+def _reduce_lists(
+    lists: Ints, rows_of: Callable[[Ints], Floats], hidden: int, start: Floats | None = None
+) -> tuple[Floats, Ints]:
     """Reduces the rows of every list by the rule of `reduce_rows`.
 
     lists: int64 [n, m], -1 padded; rows_of: int64 [i] list entries -> a float32 [i, hidden] of BF16 values. Returns
     BF16 values as float32 [n, hidden], and int64 [n]: the list each row belongs to. Longer lists come first, so that
     the lists with a source at some position are always a prefix. One source needs no case of its own: `rows_of`
-    returns rounded rows, and rounding changes neither a BF16 value nor a quiet NaN.
+    returns rounded rows, and rounding changes neither a BF16 value nor a quiet NaN. start: float32 [n, hidden], what
+    each sum starts from.
     """
     sizes = np.count_nonzero(lists >= 0, axis=1)
     order = np.argsort(-sizes, kind="stable")
-    total = np.zeros((len(lists), hidden), np.float32)
+    total = np.zeros((len(lists), hidden), np.float32) if start is None else start[order]
     for position in range(int(sizes.max(initial=0))):
         entries = lists[order[: np.count_nonzero(sizes > position)], position]
         rows = rows_of(entries)
-        if position:
+        if position or start is not None:
             total[: len(entries)] += rows
         elif len(entries) == len(total):
             total = rows
@@ -225,7 +239,7 @@ def combined(
 
     Each FFN rank reduces the rows of its experts in ascending lane order to one BF16 partial; the partials are reduced
     in ascending order of their master lanes, the highest lane each rank holds (upstream sections 5.1 and 6). A token
-    without a route gives +0. Raises ValueError where the stand-in is asked for and `source` carries no rows.
+    without a route gives +0. Bias tensors come first in the last sum, in order. Raises ValueError where the stand-in is asked for and `source` carries no rows.
     """
     if experts not in ("stand_in", "precomputed"):
         raise ValueError(f"experts {experts!r} is not 'stand_in' or 'precomputed'")
@@ -250,7 +264,8 @@ def combined(
         if table is not None:
             return _decode(table[flat_expert[entries]])
         assert source.x is not None
-        rows = _decode(source.x[entries // lanes])
+        token = entries // lanes
+        rows = _values(source.x[token], None if source.scales is None else source.scales[token])
         _stand_in(rows, flat_expert[entries], flat_weight[entries], bias)
         return rows
 
@@ -266,7 +281,52 @@ def combined(
             token, master = token_of_partial[first:last] - at, lists.max(axis=1, initial=-1)
             by_master = np.lexsort((master, token))
             partials_of_token = _pack(token[by_master], place[by_master], end - at)
-            total, order = _reduce_lists(partials_of_token, partials.__getitem__, hidden)
+            start = None
+            if source.bias is not None:
+                start = _decode(source.bias[0][at:end])
+                for tensor in source.bias[1:]:
+                    start += _decode(tensor[at:end])
+            total, order = _reduce_lists(partials_of_token, partials.__getitem__, hidden, start)
+            out[at + order] = _narrow(total)
+    return out
+
+
+def expert_partials(
+    topology: Topology,
+    workload: Workload,
+    x: NDArray[np.generic],
+    scales: NDArray[np.int32] | None,
+    expert: NDArray[np.integer],
+    weight: Floats,
+    exchange: int,
+    experts: Experts = "stand_in",
+) -> Bits:
+    """What the experts of one FFN rank return where rows are not expanded: one partial per received row.
+
+    x: [n, H] received rows (and scales); expert: int [n, k] global experts, -1 where a lane's expert is elsewhere;
+    weight: float32 [n, k]. Lanes are reduced in ascending order, as combine does in the expanded layout.
+    """
+    rows, lanes = expert.shape
+    flat_expert, flat_weight, bias = expert.ravel(), weight.ravel(), exchange_bias(exchange)
+    table = precomputed_rows(workload.real_experts(topology), workload.hidden) if experts == "precomputed" else None
+
+    def expert_of(entries: Ints) -> Floats:
+        if table is not None:
+            return _decode(table[flat_expert[entries]])
+        row = entries // lanes
+        values = _values(x[row], None if scales is None else scales[row])
+        _stand_in(values, flat_expert[entries], flat_weight[entries], bias)
+        return values
+
+    out = np.zeros((rows, workload.hidden), np.uint16)
+    step = max(1, CHUNK // workload.hidden)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for at in range(0, rows, step):
+            chunk = expert[at : at + step]
+            row, lane = np.nonzero(chunk >= 0)
+            total, order = _reduce_lists(
+                _pack(row, (at + row) * lanes + lane, len(chunk)), expert_of, workload.hidden
+            )
             out[at + order] = _narrow(total)
     return out
 
@@ -356,37 +416,84 @@ def _expect(name: str, got: NDArray[np.integer], want: NDArray[np.integer]) -> N
         raise Mismatch(f"{name}[{at[0]}] is {got[at]}, not {want[at]}")
 
 
+def check_weights(source: Source, got: Floats) -> None:
+    """Raises `Mismatch` unless float32 [T, k] `got` holds the weights of the routed lanes, and 0 elsewhere."""
+    want = np.where(source.topk >= 0, source.weights, np.float32(0))
+    if got.shape != want.shape:
+        raise Mismatch(f"combined weights have shape {got.shape}, not {want.shape}")
+    if at := _first(got.view(np.uint32) != want.view(np.uint32)):
+        raise Mismatch(f"combined weight of token {at[0]} lane {at[1]} is {got[at]}, not {want[at]}")
+
+
 def check_received(
     topology: Topology, workload: Workload, rank: int, sources: Mapping[int, Source], received: Received
 ) -> None:
-    """Raises `Mismatch` unless FFN `rank` holds what `sources` sent, in the expanded layout (upstream section 4).
+    """Raises `Mismatch` unless FFN `rank` holds what `sources` sent (upstream section 4).
 
     sources: every Attention rank's `Source`, by global rank. Checked, in this order: psum_rank (inclusive rows per
-    global source rank); psum_expert (aligned start plus real count per local expert, then the total of the aligned
-    sizes); the metadata rows (source id = source rank * bucket + token, each exactly once and inside its source's
-    segment; source rank * k + master lane; a slot where the lane's expert is here and -1 elsewhere); every slot inside
-    its expert's block and used once; its weight and its row, bit for bit. Rows are not checked for a source without x.
+    global source rank); psum_expert (per local expert the aligned start, plus the real count in the expanded layout;
+    then the total of the aligned sizes); host counts; the metadata rows (source id = source rank * bucket + token,
+    each exactly once and inside its source's segment; source rank * k + master lane). Expanded: a slot where the
+    lane's expert is here and -1 elsewhere, every slot inside its expert's block and used once. Otherwise: the local
+    experts. Then weights and rows, bit for bit; rows are not checked for a source without x.
     """
     where = f"FFN rank {rank}:"
-    local, lanes = workload.experts_per_rank(topology), workload.topk
     counts, starts, sizes = _blocks(topology, workload, rank, sources)
     rows = rows_expected(topology, workload, sources)
-    psum_rank = np.cumsum(np.array([rows.get((source, rank), 0) for source in range(topology.ranks)], np.int64))
+    per_rank = np.array([rows.get((source, rank), 0) for source in range(topology.ranks)], np.int64)
+    psum_rank = np.cumsum(per_rank)
+    real = counts if workload.expanded else 0
     _expect(f"{where} psum_rank", received.psum_rank, psum_rank)
-    _expect(f"{where} psum_expert", received.psum_expert, np.append(starts + counts, sizes.sum()))
-    total, slots = int(psum_rank[-1]), int(sizes.sum())
-    if received.metadata.shape != (total, 2 + lanes):
-        raise Mismatch(f"{where} the metadata has shape {received.metadata.shape}, not {(total, 2 + lanes)}")
-    if len(received.x) < slots or len(received.weights) < slots:
+    _expect(f"{where} psum_expert", received.psum_expert, np.append(starts + real, sizes.sum()))
+    if received.host_counts is not None:
+        _expect(f"{where} host_counts", received.host_counts, -np.append(per_rank, sizes) - 1)
+    total = int(psum_rank[-1])
+    if received.metadata.shape != (total, 2 + workload.topk):
+        raise Mismatch(f"{where} the metadata has shape {received.metadata.shape}, not {(total, 2 + workload.topk)}")
+    origin, token = _tokens_of_rows(where, topology, workload, psum_rank, sources, received)
+    expert = np.full((total, workload.topk), -1, np.int64)
+    weight = np.zeros((total, workload.topk), np.float32)
+    for source_rank, source in sources.items():
+        here = np.flatnonzero(origin == source_rank)
+        expert[here], weight[here] = source.topk[token[here]], source.weights[token[here]]
+    local = workload.experts_per_rank(topology)
+    mine = (expert >= rank * local) & (expert < (rank + 1) * local)
+    if at := _first(~mine.any(axis=1)):
+        raise Mismatch(f"{where} row {at[0]} is token {token[at]} of rank {origin[at]}, which has no expert here")
+    master = origin * workload.topk + workload.topk - 1 - np.argmax(mine[:, ::-1], axis=1)
+    if at := _first(received.metadata[:, 1] != master):
         raise Mismatch(
-            f"{where} x has {len(received.x)} slots and weights have {len(received.weights)}, below {slots}"
+            f"{where} row {at[0]} has source and master lane {received.metadata[at[0], 1]}, not {master[at]}"
         )
+    if workload.expanded:
+        row, slot = _check_slots(where, rank * local, starts, counts, sizes, received, expert, mine, weight)
+    else:
+        row = slot = np.arange(total)
+        _expect_table(where, "local expert", received.topk, np.where(mine, expert - rank * local, -1))
+        _expect_table(where, "weight bits", received.weights.view(np.uint32), weight.view(np.uint32))
+    _check_rows(where, workload, sources, received, origin, token, row, slot)
 
-    # Which token each row is.
-    metadata = received.metadata.astype(np.int64)
-    identity = metadata[:, 0]
+
+def _expect_table(where: str, name: str, got: NDArray[np.integer] | None, want: NDArray[np.integer]) -> None:
+    """Raises `Mismatch` at the first difference of two tables of rows and lanes."""
+    if got is None or got.shape != want.shape:
+        raise Mismatch(f"{where} the table of {name}s is missing or not of shape {want.shape}")
+    if at := _first(got != want):
+        raise Mismatch(f"{where} row {at[0]} lane {at[1]} has {name} {got[at]}, not {want[at]}")
+
+
+def _tokens_of_rows(
+    where: str,
+    topology: Topology,
+    workload: Workload,
+    psum_rank: Ints,
+    sources: Mapping[int, Source],
+    received: Received,
+) -> tuple[Ints, Ints]:
+    """Which token each row is, by its metadata: int64 [n] source ranks and int64 [n] tokens, each pair once."""
+    identity = received.metadata[:, 0].astype(np.int64)
     origin, token = np.divmod(identity, workload.bucket)
-    segment = np.searchsorted(psum_rank, np.arange(total), side="right")
+    segment = np.searchsorted(psum_rank, np.arange(len(identity)), side="right")
     if at := _first(origin != segment):
         raise Mismatch(f"{where} row {at[0]} names source rank {origin[at]} in the segment of rank {segment[at]}")
     sent = np.array([len(sources[r].topk) if r in sources else 0 for r in range(topology.ranks)], np.int64)[origin]
@@ -400,25 +507,32 @@ def check_received(
         raise Mismatch(
             f"{where} token {token[twice[0]]} of rank {origin[twice[0]]} is in row {twice[0]} and in row {twice[1]}"
         )
-    expert = np.full((total, lanes), -1, np.int64)
-    weight = np.zeros((total, lanes), np.float32)
-    for source_rank, source in sources.items():
-        here = np.flatnonzero(origin == source_rank)
-        expert[here], weight[here] = source.topk[token[here]], source.weights[token[here]]
-    mine = (expert >= rank * local) & (expert < (rank + 1) * local)
-    if at := _first(~mine.any(axis=1)):
-        raise Mismatch(f"{where} row {at[0]} is token {token[at]} of rank {origin[at]}, which has no expert here")
+    return origin, token
 
-    # What its metadata says.
-    master = origin * lanes + lanes - 1 - np.argmax(mine[:, ::-1], axis=1)
-    if at := _first(metadata[:, 1] != master):
-        raise Mismatch(f"{where} row {at[0]} has source and master lane {metadata[at[0], 1]}, not {master[at]}")
+
+def _check_slots(
+    where: str,
+    first_expert: int,
+    starts: Ints,
+    counts: Ints,
+    sizes: Ints,
+    received: Received,
+    expert: Ints,
+    mine: NDArray[np.bool_],
+    weight: Floats,
+) -> tuple[Ints, Ints]:
+    """The expanded layout's slots and their weights -> int64 [m] rows and int64 [m] slots, one pair per copy."""
+    metadata, slots = received.metadata.astype(np.int64), int(sizes.sum())
+    if len(received.x) < slots or len(received.weights) < slots:
+        raise Mismatch(
+            f"{where} x has {len(received.x)} slots and weights have {len(received.weights)}, below {slots}"
+        )
     if at := _first(~mine & (metadata[:, 2:] != -1)):
         raise Mismatch(
             f"{where} row {at[0]} lane {at[1]} has slot {metadata[:, 2:][at]}, but its expert {expert[at]} is not here"
         )
     row, lane = np.nonzero(mine)
-    slot, block = metadata[row, 2 + lane], expert[mine] - rank * local
+    slot, block = metadata[row, 2 + lane], expert[mine] - first_expert
     begin, end = starts[block], starts[block] + counts[block]
     if at := _first((slot < begin) | (slot >= end)):
         raise Mismatch(
@@ -428,24 +542,40 @@ def check_received(
     uses = np.bincount(slot, minlength=slots)
     if at := _first(uses > 1):
         raise Mismatch(f"{where} slot {at[0]} is used {uses[at]} times")
-
-    # What lies in its slots.
     weight_bits, weight_wanted = received.weights[slot].view(np.uint32), weight[mine].view(np.uint32)
     if at := _first(weight_bits != weight_wanted):
         raise Mismatch(
             f"{where} row {row[at]} lane {lane[at]} slot {slot[at]} has weight 0x{weight_bits[at]:08x}, "
             f"not 0x{weight_wanted[at]:08x}"
         )
+    return row, slot
+
+
+def _check_rows(
+    where: str,
+    workload: Workload,
+    sources: Mapping[int, Source],
+    received: Received,
+    origin: Ints,
+    token: Ints,
+    row: Ints,
+    slot: Ints,
+) -> None:
+    """Every copy (received row `row[i]` in `slot[i]`) equals its source's row, scales included, bit for bit."""
     step = max(1, CHUNK // workload.hidden)
     for source_rank, source in sources.items():
         if source.x is None:
             continue
         entries = np.flatnonzero(origin[row] == source_rank)
         for chunk in np.split(entries, range(step, len(entries), step)):
-            got, want = received.x[slot[chunk]], source.x[token[row[chunk]]]
-            if at := _first(got != want):
-                entry = chunk[at[0]]
-                raise Mismatch(
-                    f"{where} row {row[entry]} lane {lane[entry]} slot {slot[entry]} element {at[1]} is "
-                    f"0x{got[at]:04x}, not 0x{want[at]:04x} of token {token[row[entry]]} of rank {source_rank}"
-                )
+            tensors = [("element", received.x, source.x)]
+            if source.scales is not None and received.scales is not None:
+                tensors.append(("scale pack", received.scales, source.scales))
+            for name, held, sent in tensors:
+                got, want = held[slot[chunk]], sent[token[row[chunk]]]
+                if at := _first(got != want):
+                    entry = chunk[at[0]]
+                    raise Mismatch(
+                        f"{where} row {row[entry]} slot {slot[entry]} {name} {at[1]} is "
+                        f"0x{got[at]:04x}, not 0x{want[at]:04x} of token {token[row[entry]]} of rank {source_rank}"
+                    )

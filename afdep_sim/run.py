@@ -74,11 +74,13 @@ class Events:
 
 @dataclass
 class Received:
-    """What an FFN rank held between its copy epilogue and its combine (expanded layout, upstream section 4).
+    """What an FFN rank held between its copy epilogue and its combine (upstream section 4).
 
-    psum_rank: int64 [R] inclusive rows per source; psum_expert: int64 [El + 1], start plus real count per local
-    expert, then the total of aligned starts; metadata: int32 [n, 2 + k]; x: uint16 [n_slots, H] and weights:
-    float32 [n_slots], the expanded tensors up to psum_expert's total.
+    psum_rank: int64 [R] inclusive rows per source; psum_expert: int64 [El + 1], start (plus real count, if expanded)
+    per local expert, then the total of aligned sizes; metadata: int32 [n, 2 + k]. x: uint16 [rows, H] BF16, or uint8
+    [rows, H] E4M3 with int32 [rows, packs] scales. Expanded: rows are slots up to psum_expert's total, and weights are
+    float32 [rows]. Otherwise: rows are the n received rows, weights float32 [n, k], topk int32 [n, k] local experts
+    (-1 elsewhere). host_counts: int64 [R + El] as the host sees them, where the workload asks for them.
     """
 
     psum_rank: np.ndarray
@@ -86,6 +88,9 @@ class Received:
     metadata: np.ndarray
     x: np.ndarray
     weights: np.ndarray
+    scales: np.ndarray | None = None
+    topk: np.ndarray | None = None
+    host_counts: np.ndarray | None = None
 
 
 @dataclass
@@ -93,11 +98,12 @@ class Run:
     """Outputs, events and final words of one run.
 
     combined[n][rank]: uint16 [T, H] BF16 bit patterns of exchange n on each Attention rank (empty without data);
-    received[n][rank]: what each FFN rank received, where it was asked for; words[rank]: int64, the workspace at
-    the end.
+    combined_weights[n][rank]: float32 [T, k], where weights travel back; received[n][rank]: what each FFN rank
+    received, where it was asked for; words[rank]: int64, the workspace at the end.
     """
 
     combined: list[dict[int, np.ndarray]]
     received: list[dict[int, Received]]
     events: Events
     words: list[np.ndarray]
+    combined_weights: list[dict[int, np.ndarray]] = field(default_factory=list)

@@ -9,7 +9,7 @@ from afdep_sim.model.machine import Machine
 from afdep_sim.model.profiles import load_profile
 from afdep_sim.plan import Plan, build_plan
 from afdep_sim.protocol import Protocol
-from afdep_sim.reference import check_combined, check_received
+from afdep_sim.reference import check_combined, check_received, check_weights
 from afdep_sim.run import Received, Run
 from afdep_sim.topology import Topology
 from afdep_sim.trace import phase_costs_us, round_trip_us
@@ -74,6 +74,8 @@ def simulate(
         for number, sources in enumerate(inputs):
             for rank in topology.attention:
                 check_combined(topology, workload, sources[rank], number, run.combined[number][rank])
+                if workload.combine_weights:
+                    check_weights(sources[rank], run.combined_weights[number][rank])
                 checked += len(sources[rank].topk)
     value, rank = round_trip_us(run.events, topology)
     return Simulation(plan, run, value, rank, phase_costs_us(run.events, rank), checked)

@@ -25,12 +25,17 @@ def align(value: int, step: int) -> int:
 # ---- rows (upstream section 2.3) ------------------------------------------------------------------------------------
 
 
-def dispatch_row_bytes(hidden_bytes: int, topk: int) -> int:
-    """dR: hidden, then i32 expert[k] | f32 weight[k] | i32 source id, each part aligned to 32 bytes.
+def dispatch_metadata_offset(data_bytes: int, packs: int) -> int:
+    """Where a dispatch row's metadata starts: behind the hidden values and the scale packs, each aligned to 32 bytes."""
+    return align(data_bytes, 32) + align(4 * packs, 32)
 
-    Upstream adds a list position per lane (12k + 4 bytes of metadata) that only hybrid reads; the row keeps it.
+
+def dispatch_row_bytes(data_bytes: int, topk: int, packs: int = 0) -> int:
+    """dR: hidden | scale packs | i32 expert[k], f32 weight[k], i32 source id, each of the three aligned to 32 bytes.
+
+    The metadata holds a list position per lane too (12k + 4 bytes), which only upstream's hybrid reads.
     """
-    return align(hidden_bytes, 32) + align(12 * topk + 4, 32)
+    return dispatch_metadata_offset(data_bytes, packs) + align(12 * topk + 4, 32)
 
 
 def combine_row_bytes(hidden_bytes: int, topk: int) -> int:
@@ -111,6 +116,11 @@ WORD_OFFSETS, WORKSPACE_BYTES = _word_offsets()
 """Byte offset of each word group from the window base, and the size of them all."""
 
 
+def rank_layout(topology: Topology, workload: Workload, protocol: Resolved) -> bool:
+    """Whether a reply goes to the region of the replying rank, else to that of the master lane (upstream section 5)."""
+    return topology.ranks <= workload.topk and not protocol.topk_layout
+
+
 # ---- regions and tensors --------------------------------------------------------------------------------------------
 
 
@@ -150,17 +160,19 @@ class Window:
     registered_bytes: int
     tensors: dict[str, Region]
     arena_bytes: int
-    expanded_rows: int
-    """Rows of the expanded tensor, at capacity of the call's bucket (upstream section 12, graph mode)."""
+    received_rows: int
+    """Rows of the received tensors: what the call's bucket can bring at most (upstream section 12, graph mode)."""
 
     @classmethod
     def build(cls, topology: Topology, workload: Workload, protocol: Resolved) -> Window:
         bucket, capacity, topk = workload.bucket, workload.capacity, workload.topk
         hidden = workload.hidden_bytes
-        dispatch_row = dispatch_row_bytes(hidden, topk)
+        dispatch_row = dispatch_row_bytes(workload.dispatch_bytes, topk, workload.packs)
         combine_row = combine_row_bytes(hidden, topk)
         senders = topology.ranks if protocol.union_buffers else topology.attention_ranks
         repliers = topology.ranks if protocol.union_buffers else topology.ffn_ranks
+        if not rank_layout(topology, workload, protocol):
+            repliers = topk
         dispatch = Region("dispatch_inbox", WORKSPACE_BYTES, senders, bucket, dispatch_row)
         combine = Region("combine_inbox", WORKSPACE_BYTES, repliers, bucket, combine_row)
         registered = max(senders * capacity * dispatch_row, repliers * capacity * combine_row)
@@ -170,24 +182,33 @@ class Window:
         expanded = align(
             received * min(topk, experts) + (workload.expert_alignment - 1) * experts, workload.expert_alignment
         )
+        slots = expanded if workload.expanded else received
+        weights_per_slot = 1 if workload.expanded else topk
         tensors: dict[str, Region] = {}
         at = align(WORKSPACE_BYTES + max(dispatch.bytes, combine.bytes), 4096)
         for name, rows, row_bytes in (
-            ("x", bucket, hidden),
-            ("topk", bucket, 4 * topk),
+            ("x", bucket, workload.dispatch_bytes),
+            ("scales", bucket, 4 * workload.packs),
+            ("topk", bucket, 8 * topk),
             ("weights", bucket, 4 * topk),
             ("slot_of_lane", bucket, 4 * topk),
             ("psum_rank", 1, WORD * topology.ranks),
             ("psum_expert", 1, WORD * (experts + 1)),
             ("metadata", received, 4 * (2 + topk)),
-            ("received_weights", expanded, 4),
-            ("received_x", expanded, hidden),
-            ("expert_y", expanded, hidden),
+            ("received_topk", 0 if workload.expanded else received, 4 * topk),
+            ("received_weights", slots, 4 * weights_per_slot),
+            ("received_scales", align(slots, 4), 4 * workload.packs),
+            ("received_x", slots, workload.dispatch_bytes),
+            ("expert_y", slots, hidden),
             ("combined_x", bucket, hidden),
+            ("combined_weights", bucket if workload.combine_weights else 0, 4 * topk),
+            ("bias0", bucket if workload.bias > 0 else 0, hidden),
+            ("bias1", bucket if workload.bias > 1 else 0, hidden),
+            ("host_counts", 1 if workload.host_counts else 0, WORD * (topology.ranks + experts)),
         ):
             tensors[name] = Region(name, at, 1, rows, row_bytes)
             at = align(at + rows * row_bytes, 256)
-        return cls(dispatch, combine, registered, tensors, align(at, 4096), expanded)
+        return cls(dispatch, combine, registered, tensors, align(at, 4096), slots)
 
     @property
     def registered_mb(self) -> float:

@@ -7,7 +7,9 @@ from afdep_sim.kernels.barrier import make_barrier, make_entry
 def make_replies(ops, c):
     """-> replies(...): received rows in contiguous blocks; each is reduced over its local slots and sent back.
 
-    The reply lands at its token's row of the region that belongs to the replying rank. Warps are rotated by rank so
+    The reply lands at its token's row of the region that belongs to the replying rank (rank layout) or to the master
+    lane of that rank's experts (top-k layout): one writer either way. Without the expanded layout the experts have
+    reduced already, and the top-k weights may travel along. Warps are rotated by rank so
     that ranks do not all start on the same source.
     """
     topk = c.topk
@@ -15,10 +17,13 @@ def make_replies(ops, c):
     row_bytes = c.combine_row_bytes
     prefix = c.reduce_prefix
     inbox = c.inbox
+    expanded = c.expanded
+    rank_layout = c.rank_layout
+    combine_weights = c.combine_weights
     metadata_bytes = 4 * (2 + topk)
 
     @ops.device
-    def replies(ctx, rank, bucket, block, warp, rows, metadata, expert_y):
+    def replies(ctx, rank, bucket, block, warp, rows, metadata, expert_y, weights):
         blocks = ops.blocks()
         warps = ops.warps()
         stage = ops.stage(warp, row_bytes)
@@ -27,16 +32,24 @@ def make_replies(ops, c):
         parity = 0
         for i in range(first, min(first + per_warp, rows)):
             token = ops.load_i32(metadata + metadata_bytes * i) % bucket
-            source = ops.load_i32(metadata + metadata_bytes * i + 4) // topk
-            slot = ops.load_lanes(metadata + metadata_bytes * i + 8, topk)
+            origin = ops.load_i32(metadata + metadata_bytes * i + 4)
+            region = rank if rank_layout else origin % topk
+            reply = ops.peer(ctx, origin // topk) + inbox + (region * bucket + token) * row_bytes
             ops.stores_wait()
-            if ops.lanes_count(slot) == 1:
-                ops.row_load(stage, expert_y + hidden * ops.lanes_max(slot), hidden)
-                parity = ops.row_wait(stage, parity)
+            if expanded:
+                slot = ops.load_lanes(metadata + metadata_bytes * i + 8, topk)
+                if ops.lanes_count(slot) == 1:
+                    ops.row_load(stage, expert_y + hidden * ops.lanes_max(slot), hidden)
+                    parity = ops.row_wait(stage, parity)
+                else:
+                    ops.row_reduce(stage, hidden, expert_y, slot, hidden, prefix)
+                    ops.stage_fence()
             else:
-                ops.row_reduce(stage, hidden, expert_y, slot, hidden, prefix)
-                ops.stage_fence()
-            ops.row_store(stage, hidden, ops.peer(ctx, source) + inbox + (rank * bucket + token) * row_bytes)
+                ops.row_load(stage, expert_y + hidden * i, hidden)
+                parity = ops.row_wait(stage, parity)
+            ops.row_store(stage, hidden, reply)
+            if combine_weights:
+                ops.store_lanes_peer(reply + hidden + 4 * topk, ops.load_lanes(weights + 4 * topk * i, topk))
         # Completion at the peer, not only source reads: the arrival that follows speaks for these rows.
         ops.stores_wait()
 
@@ -64,7 +77,7 @@ def make_combine(ops, c):
     entry = make_entry(ops, c)
     replies = make_replies(ops, c)
 
-    def kernel(ctx, window, rank, ranks, ffn_ranks, bucket, psum_rank, metadata, expert_y):
+    def kernel(ctx, window, rank, ranks, ffn_ranks, bucket, psum_rank, metadata, expert_y, weights):
         block = ops.block_id()
         warp = ops.warp_id()
         ops.phase(ctx, ph.COMBINE_START)
@@ -73,7 +86,7 @@ def make_combine(ops, c):
         if sends:
             ops.phase(ctx, ph.COMBINE_ROWS)
             rows = ops.load_relaxed(psum_rank + 8 * (ranks - 1))
-            replies(ctx, rank, bucket, block, warp, rows, metadata, expert_y)
+            replies(ctx, rank, bucket, block, warp, rows, metadata, expert_y, weights)
         if exit_all_ranks:
             ops.grid_sync(ctx, window + grid_word, ph.COMBINE_EXIT)
             if block == 0 and warp == 0:

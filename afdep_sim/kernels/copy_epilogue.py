@@ -1,20 +1,24 @@
-"""Dispatch copy epilogue, expanded layout: received rows -> one slot per local expert (upstream section 4)."""
+"""Dispatch copy epilogue: received rows -> one slot per local expert, or one row each (upstream section 4)."""
 
 from afdep_sim.kernels import phases as ph
 
 
 def make_copy_epilogue(ops, c):
-    """-> kernel. Row i of all received rows goes to warp (warp x blocks + block); its lanes' local experts draw slots.
+    """-> kernel. Row i of all received rows goes to warp (warp x blocks + block).
 
-    Metadata row i: source id | source rank x k + master lane | expanded slot per lane, or -1. psum_expert turns from
-    each expert's start into its start plus its real count.
+    Expanded: the lanes' local experts draw slots, and psum_expert turns from each expert's start into its start plus
+    its real count. Otherwise the row becomes row i, with its lanes' local experts and weights beside it. Metadata row
+    i: source id | source rank x k + master lane | expanded slot per lane, or -1.
     """
     topk = c.topk
-    hidden = c.hidden_bytes
+    data = c.data_bytes
+    packs = c.packs
     row_bytes = c.dispatch_row_bytes
     inbox = c.inbox
-    weights_at = hidden + 4 * topk
-    source_at = hidden + 8 * topk
+    expanded = c.expanded
+    experts_at = c.metadata_offset
+    weights_at = experts_at + 4 * topk
+    source_at = experts_at + 8 * topk
     metadata_bytes = 4 * (2 + topk)
 
     def kernel(
@@ -29,6 +33,9 @@ def make_copy_epilogue(ops, c):
         psum_expert,
         metadata,
         received_x,
+        received_scales,
+        pack_stride,
+        received_topk,
         received_weights,
     ):
         block = ops.block_id()
@@ -46,14 +53,25 @@ def make_copy_epilogue(ops, c):
             row = window + inbox + (at - first_region * bucket) * row_bytes
             ops.stores_wait()
             ops.row_load(stage, row, row_bytes)
-            local = ops.lanes_in_range(ops.load_lanes(row + hidden, topk), rank * experts, experts)
-            slot = ops.lanes_fetch_add(psum_expert, local)
-            parity = ops.row_wait(stage, parity)
-            ops.row_scatter(stage, hidden, received_x, slot)
-            ops.lanes_scatter(received_weights, slot, ops.load_lanes(row + weights_at, topk))
+            local = ops.lanes_in_range(ops.load_lanes(row + experts_at, topk), rank * experts, experts)
+            weights = ops.load_lanes(row + weights_at, topk)
+            if expanded:
+                slot = ops.lanes_fetch_add(psum_expert, local)
+                parity = ops.row_wait(stage, parity)
+                ops.row_scatter(stage, data, received_x, slot)
+                if packs > 0:
+                    ops.packs_scatter(stage, data, packs, received_scales, slot, pack_stride)
+                ops.lanes_scatter(received_weights, slot, weights)
+                ops.store_lanes(metadata + metadata_bytes * i + 8, slot)
+            else:
+                parity = ops.row_wait(stage, parity)
+                ops.row_store(stage, data, received_x + data * i)
+                if packs > 0:
+                    ops.packs_store(stage, data, packs, received_scales + 4 * i, pack_stride)
+                ops.store_lanes(received_topk + 4 * topk * i, local)
+                ops.store_lanes(received_weights + 4 * topk * i, weights)
             ops.store_i32(metadata + metadata_bytes * i, ops.load_i32(row + source_at))
             ops.store_i32(metadata + metadata_bytes * i + 4, (at // bucket) * topk + ops.lanes_highest(local))
-            ops.store_lanes(metadata + metadata_bytes * i + 8, slot)
         ops.stores_wait()
 
     return kernel

@@ -19,11 +19,15 @@ def make_notify(ops, c):
     sends_counts = c.sends_counts
     receives_counts = c.receives_counts
     union_counts = c.union_counts
+    check_routes = c.check_routes
+    host_counts = c.host_counts
     reduction = c.words["count_reduction"]
     counts = c.words["counts"]
 
     @ops.device
-    def notify(ctx, window, rank, ranks, ffn_ranks, experts, block, tokens, routes, psum_rank, psum_expert):
+    def notify(ctx, window, rank, ranks, ffn_ranks, experts, block, tokens, real, routes, psum_rank, psum_expert, host):
+        if check_routes:
+            ops.check_routes(ctx, routes, topk, tokens, real)
         if sends_counts:
             receivers = ranks if union_counts else ffn_ranks
             words = receivers * (1 + experts)
@@ -51,6 +55,8 @@ def make_notify(ops, c):
                 ops.group_sync()
                 ops.phase(ctx, ph.DISPATCH_PREFIX)
                 ops.prefix_counts(psum_rank, psum_expert, ranks, first, experts, alignment)
+                if host_counts:
+                    ops.store_host_counts(host, ranks, first, experts, alignment)
 
     return notify
 
@@ -58,19 +64,28 @@ def make_notify(ops, c):
 def make_payload(ops, c):
     """-> payload(...): upstream section 3.2, one token in flight per warp.
 
-    Row layout: hidden | i32 expert[k] | f32 weight[k] | i32 source rank x bucket + token | i32 list position[k].
+    Row layout: values | scale packs | i32 expert[k] | f32 weight[k] | i32 source rank x bucket + token | i32 list
+    position[k] (which nobody reads here).
     """
     topk = c.topk
     hidden = c.hidden_bytes
+    data = c.data_bytes
+    packs = c.packs
     row_bytes = c.dispatch_row_bytes
     notify_warps = c.notify_warps
     slot_words = c.words["slots"]
     inbox = c.inbox
-    weights_at = hidden + 4 * topk
-    source_at = hidden + 8 * topk
+    check_routes = c.check_routes
+    zero_view = c.zero_view
+    reply_bytes = c.combine_row_bytes
+    experts_at = c.metadata_offset
+    weights_at = experts_at + 4 * topk
+    source_at = experts_at + 8 * topk
 
     @ops.device
-    def payload(ctx, window, rank, experts, bucket, region, block, warp, tokens, x, routes, weights, slot_of_lane):
+    def payload(
+        ctx, window, rank, experts, bucket, region, block, warp, tokens, real, x, scales, routes, weights, slot_of_lane
+    ):
         blocks = ops.blocks()
         lanes = ops.warps() - notify_warps
         stage = ops.stage(warp - notify_warps, row_bytes)
@@ -79,9 +94,13 @@ def make_payload(ops, c):
         for token in range((warp - notify_warps) * blocks + block, tokens, lanes * blocks):
             # One stage per warp: its earlier stores must be over before the bulk load overwrites what they read.
             ops.stores_wait()
-            ops.row_load(stage, x + hidden * token, hidden)
-            expert = ops.load_lanes(routes + 4 * topk * token, topk)
-            ops.stage_lanes(stage, hidden, expert)
+            ops.row_load(stage, x + data * token, data)
+            if packs > 0:
+                ops.row_load_packs(stage, data, scales + 4 * packs * token, packs)
+            expert = ops.load_ids(routes + 8 * topk * token, topk)
+            if check_routes:
+                ops.check_lanes(ctx, expert, token, real)
+            ops.stage_lanes(stage, experts_at, expert)
             ops.stage_lanes(stage, weights_at, ops.load_lanes(weights + 4 * topk * token, topk))
             ops.stage_i32(stage, source_at, rank * bucket + token)
             # Ordinary stores to the stage, then the bulk engine reads it: other proxy, so it needs the fence.
@@ -91,6 +110,10 @@ def make_payload(ops, c):
             ops.store_lanes(slot_of_lane + 4 * topk * token, ops.lanes_offset(slot, rank * bucket))
             parity = ops.row_wait(stage, parity)
             ops.row_store_peers(ctx, stage, row_bytes, owner, inbox + region * bucket * row_bytes, slot)
+            if zero_view:
+                # No FFN rank replies to a token without a route, and the view shows its row of the inbox.
+                if ops.lanes_count(owner) == 0:
+                    ops.clear_row(window + inbox + reply_bytes * token, hidden)
         # Completion, not only source reads: the arrival that follows speaks for these rows at the receiver.
         ops.stores_wait()
 
@@ -134,12 +157,15 @@ def make_dispatch(ops, c):
         bucket,
         first_region,
         tokens,
+        real,
         x,
+        scales,
         routes,
         weights,
         slot_of_lane,
         psum_rank,
         psum_expert,
+        host,
     ):
         block = ops.block_id()
         warp = ops.warp_id()
@@ -147,10 +173,27 @@ def make_dispatch(ops, c):
         if entry_barrier:
             entry(ctx, window, ranks, block, warp, ph.DISPATCH_ENTRY)
         if warp < notify_warps:
-            notify(ctx, window, rank, ranks, ffn_ranks, experts, block, tokens, routes, psum_rank, psum_expert)
+            notify(
+                ctx, window, rank, ranks, ffn_ranks, experts, block, tokens, real, routes, psum_rank, psum_expert, host
+            )
         elif sends:
-            region = rank - first_region
-            payload(ctx, window, rank, experts, bucket, region, block, warp, tokens, x, routes, weights, slot_of_lane)
+            payload(
+                ctx,
+                window,
+                rank,
+                experts,
+                bucket,
+                rank - first_region,
+                block,
+                warp,
+                tokens,
+                real,
+                x,
+                scales,
+                routes,
+                weights,
+                slot_of_lane,
+            )
         if exit_all_ranks:
             ops.grid_sync(ctx, window + grid_word, ph.DISPATCH_EXIT)
             if block == 0 and warp == 0:

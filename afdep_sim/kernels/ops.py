@@ -111,14 +111,25 @@ def store_i32(address, value):
     """Store a 32-bit integer to this rank's memory."""
 
 
+def store_host_counts(host, ranks, first, experts, alignment):
+    """The notify group stores its counts for the host as -v-1: rows per rank, then aligned rows per expert (int64)."""
+
+
 # ---- counts: the notify group ----------------------------------------------------------------------------------------
 
 
 def count_routes(routes, topk, tokens, receivers, experts):
-    """Count this block's share of int32 routes[tokens, topk] into the group's shared counters.
+    """Count this block's share of int64 routes[tokens, topk] into the group's shared counters.
 
     Counters: rows per receiver (a token counts once for each rank that owns any of its experts), then rows per
     expert, receiver by receiver. A token i belongs to block i mod blocks(). -1 is no route.
+    """
+
+
+def check_routes(ctx, routes, topk, tokens, experts):
+    """Stop unless every route of this block's share of int64 routes[tokens, topk] is -1 or a real expert, none twice.
+
+    The stop names rank, token, lane and value (record section 8).
     """
 
 
@@ -160,6 +171,14 @@ def load_lanes(address, count):
     """-> int32[count] as lane values."""
 
 
+def load_ids(address, count):
+    """-> int64[count] as lane values, at their full width."""
+
+
+def check_lanes(ctx, expert, token, experts):
+    """Stop unless the lanes of `token` hold -1 or a real expert each, none twice; as `check_routes`."""
+
+
 def store_lanes(address, lanes):
     """Store lane values as int32."""
 
@@ -170,6 +189,22 @@ def lanes_scatter(base, index, lanes):
 
 def lanes_owner(expert, experts):
     """-> per lane expert // experts, kept on the highest lane of each owner, -1 elsewhere (the master lane)."""
+
+
+def lanes_divide(lanes, divisor):
+    """-> per lane value // divisor where value >= 0, else -1."""
+
+
+def lanes_master(lanes):
+    """-> per lane with a value >= 0 the highest lane with that value, else -1."""
+
+
+def lanes_index(lanes):
+    """-> per lane its own number where value >= 0, else -1."""
+
+
+def lanes_gather(base, index, stride):
+    """-> per lane the 32 bits at base + index * stride + 4 * lane where index >= 0, else 0."""
 
 
 def lanes_in_range(lanes, low, count):
@@ -211,6 +246,10 @@ def row_load(stage, source, size):
     """Start a bulk load of `size` bytes of this rank's memory into the stage."""
 
 
+def row_load_packs(stage, offset, source, count):
+    """Add `count` 4-byte scale packs at `source` to the bulk load in flight, to `offset` of the stage."""
+
+
 def row_wait(stage, parity):
     """Wait for the bulk load in flight -> the parity of the next one."""
 
@@ -235,8 +274,24 @@ def row_store_peers(ctx, stage, size, ranks, offset, slots):
     """Each lane with a rank >= 0 starts a bulk store of the stage to that rank's offset + slot * size."""
 
 
+def packs_scatter(stage, offset, count, base, slots, pack_stride):
+    """Each lane with a slot >= 0 stores the stage's scale packs: pack p to base + 4 * slot + p * pack_stride."""
+
+
+def packs_store(stage, offset, count, destination, pack_stride):
+    """Store the stage's scale packs: pack p to destination + p * pack_stride."""
+
+
 def row_scatter(stage, size, base, slots):
     """Each lane with a slot >= 0 starts a bulk store of the stage to base + slot * size of this rank."""
+
+
+def store_lanes_peer(address, lanes):
+    """Store lane values as 32 bits each to an address of a peer: ordinary stores, covered by a later release."""
+
+
+def clear_row(address, size):
+    """Set `size` bytes of this rank's memory to 0: ordinary stores."""
 
 
 def stores_wait():
@@ -249,3 +304,7 @@ def row_reduce(stage, size, base, slots, stride, prefix):
     FP32 from the first row on, rounded once; one row is copied bit for bit, none gives zeros. The first `prefix`
     slots load without a branch (upstream section 5.1).
     """
+
+
+def row_reduce_bias(stage, size, base, slots, stride, prefix, bias0, bias1):
+    """As `row_reduce`, in FP32 from the BF16 row at bias0 on, then the one at bias1 (0: none), then the lanes' rows."""

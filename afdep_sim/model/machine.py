@@ -22,8 +22,8 @@ from afdep_sim.model.memory import RANK_SHIFT, Memory
 from afdep_sim.model.ops import make_ops
 from afdep_sim.model.profiles import Profile
 from afdep_sim.model.sms import Occupancy
-from afdep_sim.plan import Constants, Context, Plan, Tensor, WindowBase
-from afdep_sim.reference import expert_rows, precomputed_y
+from afdep_sim.plan import Constants, Context, Plan, Tensor, WindowBase, shows_view
+from afdep_sim.reference import expert_partials, expert_rows, precomputed_y
 from afdep_sim.run import AgentEvent, Events, Join, LaunchEvent, Mark, Received, Run
 from afdep_sim.topology import Role
 from afdep_sim.window import WORKSPACE_BYTES
@@ -111,6 +111,7 @@ class _Simulation:
             dict.fromkeys(("kernels", "barriers", "count_words", "signals"), 0) for _ in range(ranks)
         ]
         self.combined: list[dict[int, np.ndarray]] = [{} for _ in plan.exchanges]
+        self.combined_weights: list[dict[int, np.ndarray]] = [{} for _ in plan.exchanges]
         self.kept: list[dict[int, Received]] = [{} for _ in plan.exchanges]
         self.stages: dict[int, list[memoryview]] = {}
         """Stages that ended agents have left, by size."""
@@ -134,7 +135,7 @@ class _Simulation:
             counters["bytes_in"] = self.fabric.bytes_in[rank]
         events = self.events()
         words = [v[: WORKSPACE_BYTES // 8].copy() for v in self.memory.vectors]
-        return Run(self.combined, self.kept, events, words)
+        return Run(self.combined, self.kept, events, words, self.combined_weights)
 
     def events(self) -> Events:
         """The raw events in canonical order: launches by (rank, stream position), agents by (launch, block, warp).
@@ -422,24 +423,38 @@ class _Simulation:
         window = self.plan.exchanges[number].window
         source = self.inputs[number][rank]
         arena = self.memory.arrays[rank]
-        x = source.x if self.data else None
-        for name, values in (("topk", source.topk), ("weights", source.weights), ("x", x)):
+        inputs: dict[str, np.ndarray | None] = {"topk": source.topk, "weights": source.weights}
+        if self.data:
+            inputs |= {"x": source.x, "scales": source.scales}
+            inputs |= {f"bias{i}": tensor for i, tensor in enumerate(() if source.bias is None else source.bias)}
+        for name, values in inputs.items():
             if values is not None:
                 at = window.tensors[name].offset
                 arena[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
         if self.data:
-            out = window.tensors["combined_x"]
-            self.memory.view(rank, out.offset, (len(source.topk) * out.row_bytes // 2,), np.uint16)[:] = BF16_NAN
+            self.output(rank, number)[:] = BF16_NAN
+
+    def output(self, rank: int, number: int) -> np.ndarray:
+        """uint16 [T, H]: where the combined rows of an Attention rank are; the collect view is strided."""
+        exchange = self.plan.exchanges[number]
+        workload, window = exchange.workload, exchange.window
+        tokens = workload.tokens_of(self.plan.topology, rank)
+        if shows_view(self.plan.topology, workload, self.plan.resolved):
+            inbox = window.combine_inbox
+            rows = self.memory.view(rank, inbox.offset, (tokens, inbox.row_bytes // 2), np.uint16)
+            return rows[:, : workload.hidden]
+        return self.memory.view(rank, window.tensors["combined_x"].offset, (tokens, workload.hidden), np.uint16)
 
     def end_exchange(self, rank: int, number: int) -> None:
         self.ends_ns[rank].append(self.engine.now)
-        if self.data and self.plan.topology.role(rank) is Role.ATTENTION:
-            exchange = self.plan.exchanges[number]
-            tokens = exchange.workload.tokens_of(self.plan.topology, rank)
-            at = exchange.window.tensors["combined_x"].offset
-            self.combined[number][rank] = self.memory.view(
-                rank, at, (tokens, exchange.workload.hidden), np.uint16
-            ).copy()
+        if not self.data or self.plan.topology.role(rank) is not Role.ATTENTION:
+            return
+        self.combined[number][rank] = self.output(rank, number).copy()
+        exchange = self.plan.exchanges[number]
+        if exchange.workload.combine_weights:
+            shape = (exchange.workload.tokens_of(self.plan.topology, rank), exchange.workload.topk)
+            at = exchange.window.tensors["combined_weights"].offset
+            self.combined_weights[number][rank] = self.memory.view(rank, at, shape, np.float32).copy()
 
     def experts(self, rank: int, number: int) -> None:
         """The stand-in for the experts, between the copy epilogue and combine."""
@@ -449,11 +464,17 @@ class _Simulation:
         if self.on_received:
             self.on_received(number, rank, received)
         if self.keep_received:
-            self.kept[number][rank] = Received(*(a.copy() for a in vars(received).values()))
+            self.kept[number][rank] = Received(*(None if a is None else a.copy() for a in vars(received).values()))
         exchange = self.plan.exchanges[number]
         topology, workload = self.plan.topology, exchange.workload
         used = len(received.x)
         y = self.memory.view(rank, exchange.window.tensors["expert_y"].offset, (used, workload.hidden), np.uint16)
+        if not workload.expanded:
+            expert = np.where(received.topk < 0, -1, received.topk + rank * workload.experts_per_rank(topology))
+            y[:] = expert_partials(
+                topology, workload, received.x, received.scales, expert, received.weights, number, self.plan.experts
+            )
+            return
         if self.plan.experts == "precomputed":
             precomputed_y(topology, workload, rank, self.inputs[number], out=y)
             return
@@ -462,25 +483,38 @@ class _Simulation:
         slots = received.metadata[:, 2:]
         slots = np.sort(slots[slots >= 0])
         expert = rank * per_rank + np.searchsorted(ends, slots, side="right")
+        x, weights, scales = received.x, received.weights, received.scales
         if len(slots) == used:
-            expert_rows(received.x, expert, received.weights, number, out=y)
+            expert_rows(x, expert, weights, number, scales, out=y)
         else:
-            y[slots] = expert_rows(received.x[slots], expert, received.weights[slots], number)
+            y[slots] = expert_rows(
+                x[slots], expert, weights[slots], number, None if scales is None else scales[slots]
+            )
 
     def read_received(self, rank: int, number: int) -> Received:
         """Views of what `rank` holds after its copy epilogue; the caller copies what it keeps."""
         exchange = self.plan.exchanges[number]
         window, workload, ranks = exchange.window, exchange.workload, self.plan.topology.ranks
-        at = {name: tensor.offset for name, tensor in window.tensors.items()}
-        view = self.memory.view
-        psum_rank = view(rank, at["psum_rank"], (ranks,), np.int64)
+        tensors, topk = window.tensors, workload.topk
         experts = workload.experts_per_rank(self.plan.topology)
-        psum_expert = view(rank, at["psum_expert"], (experts + 1,), np.int64)
-        used = int(psum_expert[-1])
+
+        def view(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+            return self.memory.view(rank, tensors[name].offset, shape, dtype)
+
+        psum_rank = view("psum_rank", (ranks,), np.int64)
+        psum_expert = view("psum_expert", (experts + 1,), np.int64)
+        rows = int(psum_rank[-1])
+        used = int(psum_expert[-1]) if workload.expanded else rows
+        scales = None
+        if workload.packs:
+            scales = view("received_scales", (workload.packs, tensors["received_scales"].rows), np.int32)[:, :used].T
         return Received(
             psum_rank,
             psum_expert,
-            view(rank, at["metadata"], (int(psum_rank[-1]), 2 + workload.topk), np.int32),
-            view(rank, at["received_x"], (used, workload.hidden), np.uint16),
-            view(rank, at["received_weights"], (used,), np.float32),
+            view("metadata", (rows, 2 + topk), np.int32),
+            view("received_x", (used, workload.hidden), np.uint8 if workload.packs else np.uint16),
+            view("received_weights", (used,) if workload.expanded else (used, topk), np.float32),
+            scales,
+            None if workload.expanded else view("received_topk", (rows, topk), np.int32),
+            view("host_counts", (ranks + experts,), np.int64) if workload.host_counts else None,
         )

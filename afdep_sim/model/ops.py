@@ -12,7 +12,7 @@ from typing import Any
 
 from afdep_sim.kernels import phases
 from afdep_sim.model.memory import OFFSET_MASK, RANK_SHIFT, Waiter
-from afdep_sim.model.rows import add_rows
+from afdep_sim.model.rows import RouteError, add_rows, wrong_route
 from afdep_sim.window import WORD_OFFSETS
 
 BARRIER_WORDS_END = WORD_OFFSETS["barrier_signals"] + 16
@@ -262,6 +262,21 @@ def _lanes(sim: Any, ops: Any, sync: Any) -> None:
         at = (address & OFFSET_MASK) >> 2
         return i32[address >> RANK_SHIFT][at : at + count].tolist()  # type: ignore[no-any-return]
 
+    def load_ids(address: int, count: int) -> list[int]:
+        agent = engine.current
+        agent.ready = agent.now + load_ns
+        agent.now += issue_ns
+        at = (address & OFFSET_MASK) >> 3
+        return i64[address >> RANK_SHIFT][at : at + count].tolist()  # type: ignore[no-any-return]
+
+    def check_lanes(ctx: int, expert: list[int], token: int, experts: int) -> None:
+        agent = engine.current
+        if agent.ready > agent.now:
+            agent.now = agent.ready
+        agent.now += issue_ns
+        if wrong := wrong_route(expert, experts):
+            raise RouteError(f"{sim.describe_agent(agent)}: token {token} {wrong}")
+
     def store_lanes(address: int, lanes: list[int]) -> None:
         engine.current.now += issue_ns
         at = (address & OFFSET_MASK) >> 2
@@ -285,6 +300,23 @@ def _lanes(sim: Any, ops: Any, sync: Any) -> None:
                     seen |= bit
                     owner[lane] = rank
         return owner
+
+    def lanes_divide(lanes: list[int], divisor: int) -> list[int]:
+        return [v // divisor if v >= 0 else -1 for v in lanes]
+
+    def lanes_master(lanes: list[int]) -> list[int]:
+        highest = {value: lane for lane, value in enumerate(lanes)}
+        return [highest[v] if v >= 0 else -1 for v in lanes]
+
+    def lanes_index(lanes: list[int]) -> list[int]:
+        return [lane if v >= 0 else -1 for lane, v in enumerate(lanes)]
+
+    def lanes_gather(base: int, index: list[int], stride: int) -> list[int]:
+        agent = engine.current
+        agent.ready = agent.now + load_ns
+        agent.now += issue_ns
+        words, offset = i32[base >> RANK_SHIFT], base & OFFSET_MASK
+        return [words[(offset + i * stride >> 2) + lane] if i >= 0 else 0 for lane, i in enumerate(index)]
 
     def lanes_in_range(lanes: list[int], low: int, count: int) -> list[int]:
         return [v - low if low <= v < low + count else -1 for v in lanes]
@@ -327,9 +359,15 @@ def _lanes(sim: Any, ops: Any, sync: Any) -> None:
     _add(
         ops,
         load_lanes,
+        load_ids,
+        check_lanes,
         store_lanes,
         lanes_scatter,
         lanes_owner,
+        lanes_divide,
+        lanes_master,
+        lanes_index,
+        lanes_gather,
         lanes_in_range,
         lanes_offset,
         lanes_highest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from struct import Struct
 from typing import Any
 
@@ -18,6 +19,22 @@ class ProtocolError(RuntimeError):
     """The text asked for something that cannot be: a row beyond the prefix sums, say. Names the agent."""
 
 
+class RouteError(ProtocolError):
+    """A source's own check has stopped at a route that names no expert, or one twice (record section 8)."""
+
+
+def wrong_route(expert: list[int], experts: int) -> str | None:
+    """What is wrong with a token's routes, as a clause, if anything is."""
+    seen = set()
+    for lane, e in enumerate(expert):
+        if e < -1 or e >= experts:
+            return f"lane {lane} has expert {e}, outside 0 to {experts - 1} (-1 is no route)"
+        if e >= 0 and e in seen:
+            return f"lane {lane} has expert {e}, which the token has already"
+        seen.add(e)
+    return None
+
+
 def add_rows(sim: Any, ops: Any, sync: Any) -> None:
     """Add the count and row operations of one simulation to its `ops`."""
     for part in (_counts, _stage, _rows):
@@ -31,9 +48,24 @@ def _set(ops: Any, *functions: Any) -> None:
 
 def _counts(sim: Any, ops: Any, sync: Any) -> None:
     engine, memory, fabric, profile = sim.engine, sim.memory, sim.fabric, sim.profile
-    i32, vectors, counters, observer = memory.i32, memory.vectors, sim.counters, sim.observer
+    vectors, counters, observer = memory.vectors, sim.counters, sim.observer
     store_ns, load_ns, atomic_ns = profile.store_word_ns, profile.load_ns, profile.atomic_ns
     wait, changed = sim.wait, sim.changed
+
+    def check_routes(ctx: int, routes: int, topk: int, tokens: int, experts: int) -> None:
+        agent = engine.current
+        at = (routes & OFFSET_MASK) >> 3
+        mine = range(agent.block.id, tokens, agent.run.launch.grid)
+        if not mine:
+            return
+        agent.now += load_ns
+        table = vectors[routes >> RANK_SHIFT][at : at + tokens * topk].reshape(tokens, topk)[agent.block.id :: mine.step]
+        ordered = np.sort(table, axis=1)
+        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        if ((table < -1) | (table >= experts)).any() or twice.any():
+            for token in mine:
+                if wrong := wrong_route(table[token // mine.step].tolist(), experts):
+                    raise RouteError(f"{sim.describe_agent(agent)}: token {token} {wrong}")
 
     def count_routes(routes: int, topk: int, tokens: int, receivers: int, experts: int) -> None:
         agent = engine.current
@@ -43,8 +75,8 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
         mine = range(block.id, tokens, grid)
         if not mine:
             return
-        at = (routes & OFFSET_MASK) >> 2
-        words = i32[routes >> RANK_SHIFT]
+        at = (routes & OFFSET_MASK) >> 3
+        words = memory.i64[routes >> RANK_SHIFT]
         if len(mine) <= 4:
             for token in mine:
                 seen = set()
@@ -55,7 +87,8 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
                 for rank in seen:
                     histogram[rank] += 1
         else:
-            all_routes = np.frombuffer(words, np.int32, tokens * topk, 4 * at).reshape(tokens, topk)[block.id :: grid]
+            table = vectors[routes >> RANK_SHIFT][at : at + tokens * topk].reshape(tokens, topk)
+            all_routes = table[block.id :: grid]
             owner = np.where(all_routes >= 0, all_routes // experts, -1)
             histogram[receivers:] = np.bincount(all_routes[all_routes >= 0], minlength=receivers * experts)
             for rank in range(receivers):
@@ -148,6 +181,17 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
         vectors[rank][at + 1 : at + 1 + experts] = np.cumsum(aligned)
         agent.now += profile.prefix_sum_ns
 
+    def store_host_counts(host: int, ranks: int, first: int, experts: int, alignment: int) -> None:
+        agent = sync()
+        counts = agent.block.counters
+        sources = ranks - first
+        rows = np.concatenate((np.zeros(first, np.int64), counts[:sources]))
+        per_expert = counts[sources:].reshape(sources, experts).sum(axis=0)
+        aligned = (per_expert + alignment - 1) // alignment * alignment
+        at = (host & OFFSET_MASK) >> 3
+        vectors[host >> RANK_SHIFT][at : at + ranks + experts] = -np.concatenate((rows, aligned)) - 1
+        agent.now += store_ns * -(-(ranks + experts) // 128)
+
     def find_row(psum_rank: int, ranks: int, bucket: int, row: int) -> int:
         agent = engine.current
         agent.now += load_ns
@@ -161,6 +205,8 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
 
     _set(
         ops,
+        check_routes,
+        store_host_counts,
         count_routes,
         counts_add,
         wait_counts_reduced,
@@ -173,7 +219,7 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
 
 
 def _stage(sim: Any, ops: Any, sync: Any) -> None:
-    engine, issue_ns = sim.engine, sim.profile.issue_ns
+    engine, issue_ns, raw, i32 = sim.engine, sim.profile.issue_ns, sim.memory.bytes, sim.memory.i32
     lanes_format = {k: Struct(f"{k}i") for k in range(1, 33)}
     one = lanes_format[1].pack_into
     free: dict[int, list[Any]] = sim.stages
@@ -193,10 +239,38 @@ def _stage(sim: Any, ops: Any, sync: Any) -> None:
         engine.current.now += issue_ns
         one(row, offset, value)
 
+    def row_load_packs(row: Any, offset: int, source: int, count: int) -> None:
+        """Small beside the row: it arrives with it. Read at once, as nobody writes a source's own scales meanwhile."""
+        engine.current.now += issue_ns
+        at = source & OFFSET_MASK
+        row[offset : offset + 4 * count] = raw[source >> RANK_SHIFT][at : at + 4 * count]
+
+    def packs_store(row: Any, offset: int, count: int, destination: int, pack_stride: int) -> None:
+        engine.current.now += issue_ns
+        words, at = i32[destination >> RANK_SHIFT], (destination & OFFSET_MASK) >> 2
+        packs = row[offset : offset + 4 * count].cast("i")
+        for p in range(count):
+            words[at + p * pack_stride // 4] = packs[p]
+
+    def packs_scatter(row: Any, offset: int, count: int, base: int, slots: list[int], pack_stride: int) -> None:
+        engine.current.now += issue_ns
+        words, at = i32[base >> RANK_SHIFT], (base & OFFSET_MASK) >> 2
+        packs = row[offset : offset + 4 * count].cast("i")
+        for slot in slots:
+            if slot >= 0:
+                for p in range(count):
+                    words[at + slot + p * pack_stride // 4] = packs[p]
+
+    def clear_row(address: int, size: int) -> None:
+        sync()
+        engine.current.now += issue_ns
+        at = address & OFFSET_MASK
+        raw[address >> RANK_SHIFT][at : at + size] = bytes(size)
+
     def stage_fence() -> None:
         engine.current.now += issue_ns
 
-    _set(ops, stage, stage_lanes, stage_i32, stage_fence)
+    _set(ops, stage, stage_lanes, stage_i32, stage_fence, row_load_packs, packs_store, packs_scatter, clear_row)
 
 
 def _rows(sim: Any, ops: Any, sync: Any) -> None:
@@ -204,10 +278,12 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
     raw, arrays, data, observer = memory.bytes, memory.arrays, sim.data, sim.observer
     at_time, send, dram, sm_copy = engine.at, fabric.row, fabric.dram, fabric.sm_copy
     hidden = sim.plan.workload.hidden_bytes
+    values = sim.plan.workload.dispatch_bytes
     issue_ns, load_latency, store_latency = profile.issue_ns, profile.bulk_load_ns, profile.bulk_store_local_ns
     copy_rate, reduce_rate = profile.sm_copy_bytes_per_ns, profile.sm_reduce_bytes_per_ns
-    skip = 0 if data else hidden
-    """Timing-only runs move what lies behind the hidden bytes of a row, and nothing else."""
+    skipped = {} if data else {values: values, hidden: hidden}
+    skip = 0 if data else values
+    """Timing-only runs move what lies behind the values of a row, and nothing else."""
 
     def through_sm(agent: Any, size: int, now: float) -> float:
         """`size` bytes through the copy path of the agent's SM -> when the last has passed."""
@@ -234,7 +310,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         if done > agent.now:
             agent.now = done
         sync()
-        if size > skip:
+        if size not in skipped:
             at = (source & OFFSET_MASK) + skip
             row[skip:size] = raw[source >> RANK_SHIFT][at : at + size - skip]
         if observer:
@@ -244,7 +320,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
 
     def landed(event: tuple[int, int, Any, int, int, int]) -> None:
         rank, offset, row, size, agent, exchange = event
-        if size > skip:
+        if size not in skipped:
             raw[rank][offset + skip : offset + size] = row[skip:size]
         if observer:
             observer("land", rank, offset, size, agent, engine.now, exchange)
@@ -260,7 +336,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         if done > agent.stores_done:
             agent.stores_done = done
         agent.now += issue_ns
-        if size > skip or observer:
+        if size not in skipped or observer:
             at_time(lands, landed, (peer, offset, row, size, agent.index, agent.run.exchange))
 
     def row_store(row: Any, size: int, destination: int) -> None:
@@ -301,10 +377,23 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
             # The bulk engine reads the stage until then: no running ahead past it.
             sync()
 
+    def lanes_landed(event: tuple[int, int, list[int], int, int]) -> None:
+        rank, at, lanes, agent, exchange = event
+        memory.i32[rank][at : at + len(lanes)] = array("i", lanes)
+        if observer:
+            observer("land", rank, 4 * at, 4 * len(lanes), agent, engine.now, exchange)
+
+    def store_lanes_peer(address: int, lanes: list[int]) -> None:
+        agent = sync()
+        for time, peers in fabric.words(agent.rank, address >> RANK_SHIFT, 1, agent.now):
+            at = (address & OFFSET_MASK) >> 2
+            at_time(time, lanes_landed, (peers[0], at, lanes, agent.index, agent.run.exchange))
+        agent.now += issue_ns
+
     accumulator = np.empty(hidden // 2, np.float32)
     bits = accumulator.view(np.uint32)
     widened = np.empty(hidden // 2, np.uint32)
-    values = widened.view(np.float32)
+    widened_values = widened.view(np.float32)
     low_bit = np.empty(hidden // 2, np.uint32)
     shift, one, half = np.uint32(16), np.uint32(1), np.uint32(0x7FFF)
 
@@ -320,7 +409,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         np.left_shift(arena[first : first + size].view(np.uint16), shift, out=bits, dtype=np.uint32)
         for start in starts[1:]:
             np.left_shift(arena[start : start + size].view(np.uint16), shift, out=widened, dtype=np.uint32)
-            np.add(accumulator, values, out=accumulator)
+            np.add(accumulator, widened_values, out=accumulator)
         np.right_shift(bits, shift, out=low_bit)
         np.bitwise_and(low_bit, one, out=low_bit)
         np.add(bits, low_bit, out=bits)
@@ -332,6 +421,16 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
     sm_reduce = fabric.sm_reduce
 
     def row_reduce(row: Any, size: int, base: int, slots: list[int], stride: int, prefix: int) -> None:
+        sum_rows(row, size, base, slots, stride, prefix, [])
+
+    def row_reduce_bias(
+        row: Any, size: int, base: int, slots: list[int], stride: int, prefix: int, bias0: int, bias1: int
+    ) -> None:
+        sum_rows(row, size, base, slots, stride, prefix, [b & OFFSET_MASK for b in (bias0, bias1) if b])
+
+    def sum_rows(
+        row: Any, size: int, base: int, slots: list[int], stride: int, prefix: int, bias: list[int]
+    ) -> None:
         agent = engine.current
         if agent.ready > agent.now:
             agent.now = agent.ready
@@ -341,7 +440,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         starts = [offset + s * stride for s in slots if s >= 0]
         count = len(starts)
         if data:
-            reduce(row, arrays[rank], starts, size)
+            reduce(row, arrays[rank], bias + starts, size)
         if observer:
             for start in starts:
                 observer("read", rank, start, size, agent.index, engine.now, agent.run.exchange)
@@ -351,7 +450,8 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         free = rates[sm]
         passed = (free if free > now else now) + count * size / reduce_rate
         rates[sm] = passed
-        done = dram(rank, count * size, now)
+        done = dram(rank, (count + len(bias)) * size, now)
         agent.now = (done if done > passed else passed) + gathers * gather_ns * -(-size // pass_bytes) + issue_ns
 
-    _set(ops, row_load, row_wait, row_store, row_store_peers, row_scatter, stores_wait, row_reduce)
+    _set(ops, row_load, row_wait, row_store, row_store_peers, row_scatter, stores_wait, store_lanes_peer)
+    _set(ops, row_reduce, row_reduce_bias)
