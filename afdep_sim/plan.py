@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from afdep_sim.errors import Refusal
 from afdep_sim.protocol import Exit, Protocol, Resolved
@@ -26,6 +26,7 @@ from afdep_sim.window import (
 )
 from afdep_sim.workload import Source, Workload
 
+Experts = Literal["stand_in", "precomputed"]
 NOTIFY_WARPS = 4
 """Upstream section 3: four warps of every dispatch block count routes; they act as one agent."""
 MBARRIER_BYTES = 32
@@ -193,7 +194,7 @@ class Plan:
     protocol: Protocol
     resolved: Resolved
     device: Device
-    experts: str
+    experts: Experts
     exchanges: tuple[Exchange, ...]
 
     @cached_property
@@ -224,7 +225,7 @@ def build_plan(
     workload: Workload | Sequence[Workload],
     protocol: Protocol,
     exchanges: int = 1,
-    experts: str = "stand_in",
+    experts: Experts = "stand_in",
     device: Device = HOPPER,
 ) -> Plan:
     """A plan of `exchanges` back-to-back exchanges, or of one per workload where a sequence is given.

@@ -57,8 +57,9 @@ class Protocol:
 
     The boolean fields are the record's control variables: False is the shipped protocol, True restores what the
     section replaced. `collect_view` (section 13): with one FFN rank the combined rows are a view of the inbox.
-    `topk_layout`: one combine region per top-k lane even where there is one per rank. `transport_sms` is the grid of dispatch and combine. `shared_ffn_receive` has only its True
-    state so far: the section 15 receive kernel is a later addition.
+    `topk_layout`: one combine region per top-k lane even where there is one per rank. `transport_sms` is the grid of
+    dispatch and combine. `shared_ffn_receive` has only its True state so far: the section 15 receive kernel is a
+    later addition.
     """
 
     preset: str = "afdep"

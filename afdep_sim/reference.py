@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afdep_sim.formats import dequantise
+from afdep_sim.plan import Experts
 from afdep_sim.run import Received
 from afdep_sim.topology import Topology
 from afdep_sim.workload import MAX_EXPERTS, Source, Workload
@@ -25,7 +26,6 @@ from afdep_sim.workload import MAX_EXPERTS, Source, Workload
 Bits = NDArray[np.uint16]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-Experts = Literal["stand_in", "precomputed"]
 
 CHUNK = 1 << 18
 """Elements of one FP32 temporary (1 MiB), so that the passes over a chunk stay in the cache."""
@@ -141,13 +141,13 @@ def _stand_in(x: Floats, expert: NDArray[np.integer], weight: Floats, bias: np.f
     _round(x)
 
 
-def _values(x: NDArray[np.generic], scales: NDArray[np.int32] | None) -> Floats:
-    """The values of dispatched rows, a fresh float32 [n, H]: uint16 BF16, or uint8 E4M3 with int32 [n, packs] scales."""
+def _values(x: NDArray[Any], scales: NDArray[np.int32] | None) -> Floats:
+    """The values of dispatched rows: uint16 BF16, or uint8 E4M3 with int32 [n, packs] scales -> float32 [n, H]."""
     return _decode(x) if scales is None else dequantise(x, scales)
 
 
 def expert_rows(
-    x: NDArray[np.generic],
+    x: NDArray[Any],
     expert: NDArray[np.integer],
     weight: Floats,
     exchange: int,
@@ -239,7 +239,8 @@ def combined(
 
     Each FFN rank reduces the rows of its experts in ascending lane order to one BF16 partial; the partials are reduced
     in ascending order of their master lanes, the highest lane each rank holds (upstream sections 5.1 and 6). A token
-    without a route gives +0. Bias tensors come first in the last sum, in order. Raises ValueError where the stand-in is asked for and `source` carries no rows.
+    without a route gives +0. Bias tensors come first in the last sum, in order. Raises ValueError where the stand-in
+    is asked for and `source` carries no rows.
     """
     if experts not in ("stand_in", "precomputed"):
         raise ValueError(f"experts {experts!r} is not 'stand_in' or 'precomputed'")
@@ -294,7 +295,7 @@ def combined(
 def expert_partials(
     topology: Topology,
     workload: Workload,
-    x: NDArray[np.generic],
+    x: NDArray[Any],
     scales: NDArray[np.int32] | None,
     expert: NDArray[np.integer],
     weight: Floats,

@@ -25,7 +25,7 @@ class RouteFile:
     weights: np.ndarray
 
     def take(self, layer: int, place: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [T, k], float32 [T, k]): T rows of layer `layer` mod layers, the `place`-th run of them, round the end."""
+        """(int64 [T, k], float32 [T, k]): the `place`-th run of T rows of layer `layer` mod layers, round the end."""
         layers, count, _ = self.topk.shape
         rows = (place * tokens + np.arange(tokens)) % count
         chosen = layer % layers
@@ -47,7 +47,7 @@ def check_routes(topk: np.ndarray, experts: int, name: str = "routes") -> None:
 
 @lru_cache(maxsize=8)
 def read_routes(path: str, topk: int, experts: int) -> RouteFile:
-    """Read and check a file of routes. Raises `Refusal` for a missing or malformed file, or for routes that do not fit."""
+    """Read and check a file of routes. Raises `Refusal` for a missing or malformed one, or routes that do not fit."""
     file = Path(path)
     if not file.is_file():
         raise Refusal(f"routing file {path!r} does not exist")

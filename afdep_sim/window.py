@@ -26,7 +26,7 @@ def align(value: int, step: int) -> int:
 
 
 def dispatch_metadata_offset(data_bytes: int, packs: int) -> int:
-    """Where a dispatch row's metadata starts: behind the hidden values and the scale packs, each aligned to 32 bytes."""
+    """Where a dispatch row's metadata starts: behind its values and its scale packs, each aligned to 32 bytes."""
     return align(data_bytes, 32) + align(4 * packs, 32)
 
 
@@ -175,7 +175,9 @@ class Window:
             repliers = topk
         dispatch = Region("dispatch_inbox", WORKSPACE_BYTES, senders, bucket, dispatch_row)
         combine = Region("combine_inbox", WORKSPACE_BYTES, repliers, bucket, combine_row)
-        registered = max(senders * capacity * dispatch_row, repliers * capacity * combine_row)
+        # Upstream sizes FP8 rows for one FP32 scale per 32 values, whatever the call brings (upstream section 11).
+        sizing_row = dispatch_row_bytes(workload.dispatch_bytes, topk, -(-workload.hidden // 32) * bool(workload.packs))
+        registered = max(senders * capacity * sizing_row, repliers * capacity * combine_row)
 
         experts = workload.experts_per_rank(topology)
         received = topology.ranks * bucket

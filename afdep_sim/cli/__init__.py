@@ -11,7 +11,10 @@ from typing import NoReturn
 from afdep_sim.errors import Refusal
 
 BAD_ARGUMENTS = 64
-VERBS = {"run": "simulate a layout: both arms, phases, published figures beside them"}
+VERBS = {
+    "run": "simulate a layout: both arms, phases, published figures beside them",
+    "layout": "print where everything lies in a rank's window, and the registered megabytes",
+}
 """Verb -> its line of help. Each is a module here with `add_arguments(parser)` and `main(options) -> exit code`."""
 
 

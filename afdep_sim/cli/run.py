@@ -6,12 +6,15 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from afdep_sim.cli.options import add_shape, add_traffic, table, workload_of
 from afdep_sim.errors import Refusal
 from afdep_sim.model.profiles import available, load_profile
 from afdep_sim.perfetto import write_perfetto
@@ -27,6 +30,7 @@ from afdep_sim.records import (
     round_trip_row,
     write_rows,
 )
+from afdep_sim.routing import imbalance
 from afdep_sim.simulation import simulate
 from afdep_sim.topology import Topology
 from afdep_sim.trace import phase_table
@@ -37,13 +41,9 @@ DEFAULT_ARMS = ("afdep", "fastafd_m2n")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("layout", help="ranks of each role: 2A2F, 3A:1F, 2F:2A")
-    parser.add_argument("--hidden", type=int, default=2048, help="hidden size (default 2048)")
+    add_shape(parser)
     parser.add_argument("--tokens", default="1,8,32,128,512,2048", help="tokens per Attention rank, comma separated")
-    parser.add_argument("--topk", type=int, default=8, help="experts per token (default 8)")
-    parser.add_argument("--experts", type=int, default=0, help="real experts (default 128, or 32 per FFN rank)")
-    parser.add_argument("--bucket", type=int, default=0, help="token bound (default: tokens, next power of two, >= 8)")
-    parser.add_argument("--routing", default="random", choices=ROUTINGS, help="how tokens choose experts")
-    parser.add_argument("--seed", type=int, default=0, help="first seed of routes and launch skew")
+    add_traffic(parser)
     parser.add_argument(
         "--arm",
         action="append",
@@ -122,17 +122,7 @@ def parse_grid(options: argparse.Namespace) -> Grid:
     for text in options.tokens.split(","):
         if not text.strip().isdigit():
             raise Refusal(f"tokens {text.strip()!r} is not a whole number of 0 or more")
-        workloads.append(
-            Workload(
-                tokens=int(text),
-                hidden=options.hidden,
-                topk=options.topk,
-                experts=options.experts,
-                bucket=options.bucket,
-                routing=options.routing,
-                seed=options.seed,
-            )
-        )
+        workloads.append(workload_of(options, int(text)))
     if len(set(workloads)) < len(workloads):
         raise Refusal(f"tokens {options.tokens} name one count twice")
     for workload in workloads:
@@ -218,9 +208,21 @@ def heading(grid: Grid) -> str:
     return (
         f"{grid.topology.name}, one NVLink domain: hidden {workload.hidden}, {workload.dtype}, top-{workload.topk} of "
         f"{workload.real_experts(grid.topology)} experts, {grid.protocols[0].transport_sms} transport SMs, "
-        f"{workload.routing} routing\n"
+        f"{_routing(grid)}\n"
         f"model of {load_profile(grid.profile).gpu}, uncalibrated; {grid.repeats} repeat(s), median; "
         "round trip = maximum over Attention ranks\n"
+    )
+
+
+def _routing(grid: Grid) -> str:
+    """The routing by name and, of the busiest experts and ranks, the load over the mean: 1 is even."""
+    topology, workload = grid.topology, grid.workloads[-1]
+    name = workload.routing if workload.routing in ROUTINGS else Path(workload.routing).name
+    routes = np.concatenate([workload.source(topology, r, 0, data=False).topk for r in topology.attention])
+    experts = workload.real_experts(topology)
+    return (
+        f"{name} routing (at {workload.tokens} tokens the busiest expert has {imbalance(routes, experts, experts):.2f} "
+        f"and the busiest FFN rank {imbalance(routes, experts, topology.ffn_ranks):.2f} times the mean load)"
     )
 
 
@@ -278,17 +280,8 @@ def summary(grid: Grid, by_arm: Mapping[tuple[object, Protocol], list[Result]]) 
                     str(sum(r.rows_checked for r in found)),
                 )
             )
-    return f"{_aligned(lines)}\nchange: against {baseline.arm}, geometric mean of paired repeats", rows
+    return f"{table(lines, left=(1,))}\nchange: against {baseline.arm}, geometric mean of paired repeats", rows
 
 
 def _value(row: Row | None) -> float | None:
     return None if row is None else row.value
-
-
-def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns as wide as their widest entry; the second (names) to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(v.ljust(w) if i == 1 else v.rjust(w) for i, (v, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    )

@@ -6,6 +6,7 @@ without work ends at the same time as its twins, and blocks without work that st
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -464,12 +465,13 @@ class _Simulation:
         if self.on_received:
             self.on_received(number, rank, received)
         if self.keep_received:
-            self.kept[number][rank] = Received(*(None if a is None else a.copy() for a in vars(received).values()))
+            self.kept[number][rank] = copy.deepcopy(received)
         exchange = self.plan.exchanges[number]
         topology, workload = self.plan.topology, exchange.workload
         used = len(received.x)
         y = self.memory.view(rank, exchange.window.tensors["expert_y"].offset, (used, workload.hidden), np.uint16)
         if not workload.expanded:
+            assert received.topk is not None
             expert = np.where(received.topk < 0, -1, received.topk + rank * workload.experts_per_rank(topology))
             y[:] = expert_partials(
                 topology, workload, received.x, received.scales, expert, received.weights, number, self.plan.experts

@@ -59,7 +59,8 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
         if not mine:
             return
         agent.now += load_ns
-        table = vectors[routes >> RANK_SHIFT][at : at + tokens * topk].reshape(tokens, topk)[agent.block.id :: mine.step]
+        table = vectors[routes >> RANK_SHIFT][at : at + tokens * topk].reshape(tokens, topk)
+        table = table[agent.block.id :: mine.step]
         ordered = np.sort(table, axis=1)
         twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         if ((table < -1) | (table >= experts)).any() or twice.any():
