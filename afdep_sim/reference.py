@@ -467,12 +467,13 @@ def check_received(
             f"{where} row {at[0]} has source and master lane {received.metadata[at[0], 1]}, not {master[at]}"
         )
     if workload.expanded:
-        row, slot = _check_slots(where, rank * local, starts, counts, sizes, received, expert, mine, weight)
+        row, lane, slot = _check_slots(where, rank * local, starts, counts, sizes, received, expert, mine, weight)
     else:
         row = slot = np.arange(total)
+        lane = None
         _expect_table(where, "local expert", received.topk, np.where(mine, expert - rank * local, -1))
         _expect_table(where, "weight bits", received.weights.view(np.uint32), weight.view(np.uint32))
-    _check_rows(where, workload, sources, received, origin, token, row, slot)
+    _check_rows(where, workload, sources, received, origin, token, row, lane, slot)
 
 
 def _expect_table(where: str, name: str, got: NDArray[np.integer] | None, want: NDArray[np.integer]) -> None:
@@ -521,8 +522,8 @@ def _check_slots(
     expert: Ints,
     mine: NDArray[np.bool_],
     weight: Floats,
-) -> tuple[Ints, Ints]:
-    """The expanded layout's slots and their weights -> int64 [m] rows and int64 [m] slots, one pair per copy."""
+) -> tuple[Ints, Ints, Ints]:
+    """The expanded layout's slots and their weights -> int64 [m] rows, lanes and slots, one of each per copy."""
     metadata, slots = received.metadata.astype(np.int64), int(sizes.sum())
     if len(received.x) < slots or len(received.weights) < slots:
         raise Mismatch(
@@ -549,7 +550,7 @@ def _check_slots(
             f"{where} row {row[at]} lane {lane[at]} slot {slot[at]} has weight 0x{weight_bits[at]:08x}, "
             f"not 0x{weight_wanted[at]:08x}"
         )
-    return row, slot
+    return row, lane, slot
 
 
 def _check_rows(
@@ -560,9 +561,10 @@ def _check_rows(
     origin: Ints,
     token: Ints,
     row: Ints,
+    lane: Ints | None,
     slot: Ints,
 ) -> None:
-    """Every copy (received row `row[i]` in `slot[i]`) equals its source's row, scales included, bit for bit."""
+    """Every copy (received row `row[i]`, for `lane[i]` in `slot[i]` if expanded) equals its source's row, scales included, bit for bit."""
     step = max(1, CHUNK // workload.hidden)
     for source_rank, source in sources.items():
         if source.x is None:
@@ -576,7 +578,8 @@ def _check_rows(
                 got, want = held[slot[chunk]], sent[token[row[chunk]]]
                 if at := _first(got != want):
                     entry = chunk[at[0]]
+                    copy = "" if lane is None else f" lane {lane[entry]} slot {slot[entry]}"
                     raise Mismatch(
-                        f"{where} row {row[entry]} slot {slot[entry]} {name} {at[1]} is "
+                        f"{where} row {row[entry]}{copy} {name} {at[1]} is "
                         f"0x{got[at]:04x}, not 0x{want[at]:04x} of token {token[row[entry]]} of rank {source_rank}"
                     )

@@ -83,7 +83,7 @@ class Workload:
         if not counts:
             raise Refusal("tokens () names no Attention rank")
         if min(counts) < 0:
-            raise Refusal(f"tokens {min(counts)} is below 0")
+            raise Refusal(f"tokens {self.tokens} is below 0")
         if self.bucket == 0:
             object.__setattr__(self, "bucket", max(8, 1 << (max(counts) - 1).bit_length()) if max(counts) else 8)
         if self.bucket < 1:

@@ -19,6 +19,8 @@ SHIPPED = Resolved(
     union_counts=False,
     exit=Exit.PER_BLOCK,
     union_buffers=False,
+    collect_view=False,
+    topk_layout=False,
     single_ffn_prefix=False,
     transport_sms=24,
     off=(),
@@ -29,6 +31,8 @@ BASELINE = Resolved(
     union_counts=True,
     exit=Exit.ALL_RANKS,
     union_buffers=True,
+    collect_view=False,
+    topk_layout=False,
     single_ffn_prefix=False,
     transport_sms=24,
     off=(),
@@ -78,7 +82,8 @@ def test_the_last_of_two_settings_holds() -> None:
         ("masked", "protocol preset 'masked' is not one of afdep, fastafd_m2n"),
         ("AFDEP_UNION_NOTIFY=1", "protocol preset 'AFDEP_UNION_NOTIFY=1' is not one of"),
         ("afdep+AFDEP_UNION_HYBRID=1", "switch 'AFDEP_UNION_HYBRID=1' is unknown or not built yet; the switches are"),
-        ("afdep+COLLECT_VIEW", "switch 'COLLECT_VIEW' is unknown or not built yet"),
+        ("afdep+COLLECT", "switch 'COLLECT' is unknown or not built yet"),
+        ("afdep+dev:nothing", "switch 'dev:nothing' is unknown or not built yet"),
         ("afdep+dev:per_cta_release", "switch 'dev:per_cta_release' is unknown or not built yet"),
         ("afdep+", "switch '' is unknown or not built yet"),
         ("afdep+afdep_union_notify=1", "switch 'afdep_union_notify=1' is unknown or not built yet"),
@@ -174,7 +179,8 @@ def test_transport_sms_reach_the_resolution() -> None:
 
 def test_agreement_is_what_peers_see() -> None:
     names = [name for name, _ in SHIPPED.agreement()]
-    assert names == ["role_aware", "entry_barriers", "union_counts", "exit", "union_buffers", "transport_sms"]
+    wire = ["role_aware", "entry_barriers", "union_counts", "exit", "union_buffers", "topk_layout", "transport_sms"]
+    assert names == wire
     assert dict(SHIPPED.agreement())["exit"] is Exit.PER_BLOCK
 
 
@@ -187,6 +193,8 @@ def test_agreement_is_what_peers_see() -> None:
         ({"exit": Exit.GRID}, False),
         ({"union_buffers": True}, False),
         ({"transport_sms": 16}, False),
+        ({"topk_layout": True}, False),
+        ({"collect_view": True}, True),
         ({"single_ffn_prefix": True}, True),
         ({"off": ("AFDEP_GRID_SYNC_EXIT",)}, True),
     ],

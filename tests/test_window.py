@@ -91,9 +91,9 @@ def test_inboxes_have_a_region_per_sender(arm: str, layout: str, dispatch: int, 
 
 def test_the_expanded_tensor_holds_the_worst_case() -> None:
     # Rows of every rank's bucket times the lanes that can meet on one rank, each block aligned.
-    assert build("afdep", "2A2F", tokens=16).expanded_rows == 4 * 16 * 8
-    assert build("afdep", "2A2F", tokens=16, experts=8).expanded_rows == 4 * 16 * 4
-    assert build("afdep", "2A2F", tokens=16, expert_alignment=16).expanded_rows == align(4 * 16 * 8 + 15 * 64, 16)
+    assert build("afdep", "2A2F", tokens=16).received_rows == 4 * 16 * 8
+    assert build("afdep", "2A2F", tokens=16, experts=8).received_rows == 4 * 16 * 4
+    assert build("afdep", "2A2F", tokens=16, expert_alignment=16).received_rows == align(4 * 16 * 8 + 15 * 64, 16)
 
 
 # ---- overlaps -------------------------------------------------------------------------------------------------------
@@ -144,21 +144,63 @@ def test_nothing_but_the_inboxes_overlaps(
 def test_tensors_hold_what_they_are_named_for() -> None:
     window = build("afdep", "3A1F", tokens=16, topk=6, expert_alignment=4)
     shapes = {name: (region.rows, region.row_bytes) for name, region in window.tensors.items()}
-    slots = window.expanded_rows
+    slots = window.received_rows
     assert slots == 4 * 16 * 6 + 3 * 128
     assert shapes == {
         "x": (16, 4096),
-        "topk": (16, 24),
+        "scales": (16, 0),
+        "topk": (16, 48),
         "weights": (16, 24),
         "slot_of_lane": (16, 24),
         "psum_rank": (1, 8 * 4),
         "psum_expert": (1, 8 * 129),
         "metadata": (4 * 16, 4 * 8),
+        "received_topk": (0, 24),
         "received_weights": (slots, 4),
+        "received_scales": (slots, 0),
         "received_x": (slots, 4096),
         "expert_y": (slots, 4096),
         "combined_x": (16, 4096),
+        "combined_weights": (0, 24),
+        "bias0": (0, 4096),
+        "bias1": (0, 4096),
+        "host_counts": (0, 8 * (4 + 128)),
     }
+
+
+def test_tensors_of_a_call_that_carries_everything() -> None:
+    shape = {"tokens": 16, "topk": 6, "dtype": "fp8", "expanded": False, "combine_weights": True, "bias": 2}
+    window = build("afdep", "3A1F", **shape, host_counts=True)
+    shapes = {name: (region.rows, region.row_bytes) for name, region in window.tensors.items()}
+    assert window.received_rows == 4 * 16
+    assert shapes["x"] == (16, 2048)
+    assert shapes["scales"] == (16, 16)
+    assert shapes["received_x"] == (64, 2048)
+    assert shapes["received_scales"] == (64, 16)
+    assert shapes["received_topk"] == shapes["received_weights"] == (64, 24)
+    assert shapes["expert_y"] == (64, 4096)
+    assert shapes["combined_weights"] == (16, 24)
+    assert shapes["bias0"] == shapes["bias1"] == (16, 4096)
+    assert shapes["host_counts"] == (1, 8 * (4 + 128))
+
+
+def test_the_top_k_layout_has_a_region_per_lane() -> None:
+    """More ranks than top-k, or the switch: the reply goes to its master lane's region (upstream section 5)."""
+    assert build("afdep", "3A1F", tokens=16).combine_inbox.regions == 1
+    assert build("afdep+dev:topk_layout", "3A1F", tokens=16).combine_inbox.regions == 8
+    assert build("afdep", "5A4F", tokens=16).combine_inbox.regions == 8
+    assert build("afdep", "4A4F", tokens=16).combine_inbox.regions == 4
+    assert build("fastafd_m2n", "4A4F", tokens=16).combine_inbox.regions == 8
+
+
+def test_fp8_rows_and_registered_megabytes() -> None:
+    """Row bytes of upstream section 2.3; FP8 buffers are sized for one scale per 32 values (upstream section 11)."""
+    rows = {2048: 2208, 4096: 4256, 7168: 7360, 8192: 8384}
+    for hidden, row_bytes in rows.items():
+        assert build("afdep", "2A2F", tokens=2048, hidden=hidden, dtype="fp8").dispatch_inbox.row_bytes == row_bytes
+    assert build("afdep", "2A2F", tokens=2048, dtype="fp8").registered_bytes == 2 * 2048 * 4160
+    assert build("afdep", "3A1F", tokens=2048, dtype="fp8").registered_bytes == 3 * 2048 * (2048 + 256 + 128)
+    assert build("fastafd_m2n", "2A2F", tokens=2048, dtype="fp8").registered_bytes == 4 * 2048 * 4160
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from afdep_sim.errors import Refusal
 from afdep_sim.topology import Topology
-from afdep_sim.workload import Source, Workload, bf16_bits, bf16_values
+from afdep_sim.formats import bf16_bits, bf16_values
+from afdep_sim.workload import Source, Workload
 
 LAYOUT = Topology.parse("2A2F")
 
@@ -68,7 +69,12 @@ def test_a_bucket_may_be_given() -> None:
         ({"hidden": 2049}, "hidden 2049 is not a positive multiple of 256"),
         ({"topk": 0}, "top-k 0 is outside 1 to 32"),
         ({"topk": 33}, "top-k 33 is outside 1 to 32"),
-        ({"dtype": "fp8"}, "dtype 'fp8' is not one of bf16"),
+        ({"dtype": "int8"}, "dtype 'int8' is not one of bf16, fp8"),
+        ({"bias": 3}, "bias tensors 3 is outside 0 to 2"),
+        ({"dropped_share": 1.5}, "dropped share 1.5 is outside 0 to 1"),
+        ({"seed": -1}, "seed -1 is below 0"),
+        ({"combine_weights": True}, "weights travel back only in the non-expanded layout"),
+        ({"tokens": ()}, r"tokens \(\) names no Attention rank"),
         ({"routing": "zipf"}, "routing 'zipf' is not one of random, skew"),
         ({"experts": -1}, "experts -1 is below 1"),
         ({"expert_alignment": 0}, "expert alignment 0 is below 1"),
@@ -141,7 +147,7 @@ def test_a_source_has_the_stated_shapes_and_types() -> None:
     assert source.x.shape == (5, 512)
     assert source.x.dtype == np.uint16
     assert source.topk.shape == (5, 6)
-    assert source.topk.dtype == np.int32
+    assert source.topk.dtype == np.int64
     assert source.weights.shape == (5, 6)
     assert source.weights.dtype == np.float32
     assert source.topk.flags.c_contiguous
