@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afdep_sim.errors import Refusal
-from afdep_sim.topology import Topology
 from afdep_sim.formats import bf16_bits, bf16_values
+from afdep_sim.topology import Topology
 from afdep_sim.workload import Source, Workload
 
 LAYOUT = Topology.parse("2A2F")

@@ -44,7 +44,8 @@ class Machine:
     data: move payload bytes (else only metadata and words move: timing-only). collapse: represent idle warps once.
     early_dependents: run every warp of a programmatic dependent from the moment its block is resident, for texts that
     do something before `wait_dependencies` (by default its agents are created when its primary completes, at the
-    same times). seed: draws each rank's launch skew. received: keep what FFN ranks received; on_received: called as
+    same times). seed: draws each rank's launch skew. delays: (rank, kernel) -> ns by which that rank's launches of
+    that kernel reach its GPU late. received: keep what FFN ranks received; on_received: called as
     on_received(exchange, rank, views) instead, before the experts' step. observer: called as
     observer(kind, rank, offset, bytes, agent, time_ns, exchange) for every landing ('land'), payload read ('read'),
     word write ('set') and clear ('clear').
@@ -59,6 +60,7 @@ class Machine:
         collapse: bool = True,
         early_dependents: bool = False,
         seed: int = 0,
+        delays: Mapping[tuple[int, str], float] | None = None,
         received: bool = False,
         on_received: Callable[[int, int, Received], None] | None = None,
         observer: Callable[..., None] | None = None,
@@ -68,6 +70,7 @@ class Machine:
         self.collapse = collapse
         self.early_dependents = early_dependents
         self.seed = seed
+        self.delays = dict(delays or {})
         self.received = received
         self.on_received = on_received
         self.observer = observer
@@ -97,7 +100,7 @@ class _Simulation:
         self.profile, self.data, self.collapse = machine.profile, machine.data, machine.collapse
         self.early_dependents = machine.early_dependents
         self.keep_received, self.on_received = machine.received, machine.on_received
-        self.observer, self.seed = machine.observer, machine.seed
+        self.observer, self.seed, self.delays = machine.observer, machine.seed, machine.delays
         ranks = plan.topology.ranks
         self.engine = Engine(self.agent_ended)
         self.memory = Memory(ranks, plan.arena_bytes)
@@ -125,8 +128,7 @@ class _Simulation:
     def run(self) -> Run:
         skew = random.Random(self.seed)
         for rank in range(self.plan.topology.ranks):
-            first = self.build_stream(rank)
-            self.engine.at(skew.random() * self.profile.launch_skew_ns, self.launch, first)
+            self.launch_after(skew.random() * self.profile.launch_skew_ns, self.build_stream(rank))
         self.engine.run()
         if self.unfinished:
             raise Deadlock("\n".join(self.stuck()))
@@ -219,6 +221,10 @@ class _Simulation:
         return f"{name[1]}[{index - name[0] // 8}]"
 
     # ---- streams -----------------------------------------------------------------------------------------------------
+
+    def launch_after(self, wait_ns: float, run: KernelRun) -> None:
+        late = self.delays.get((run.launch.rank, run.launch.kernel), 0.0)
+        self.engine.at(self.engine.now + wait_ns + late, self.launch, run)
 
     def launch(self, run: KernelRun) -> None:
         """A launch reaches the GPU: its blocks may take SMs from now on."""
@@ -376,7 +382,7 @@ class _Simulation:
         run.triggered += len(block.sms)
         dependent = run.next
         if run.triggered == run.launch.grid and dependent is not None and dependent.launch.programmatic:
-            self.engine.at(self.engine.now + self.profile.programmatic_launch_ns, self.launch, dependent)
+            self.launch_after(self.profile.programmatic_launch_ns, dependent)
 
     def completed(self, run: KernelRun) -> None:
         """Every block has left: completion. Wakes the programmatic dependent, or launches the next in the stream."""
@@ -393,7 +399,7 @@ class _Simulation:
         if following is None:
             return
         if not following.launch.programmatic:
-            self.engine.at(now + self.profile.graph_edge_ns, self.launch, following)
+            self.launch_after(self.profile.graph_edge_ns, following)
             return
         following.ready_ns = now + self.profile.programmatic_wake_ns
         for agent in following.waiting:
