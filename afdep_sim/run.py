@@ -107,3 +107,5 @@ class Run:
     events: Events
     words: list[np.ndarray]
     combined_weights: list[dict[int, np.ndarray]] = field(default_factory=list)
+    engine_events: int = 0
+    """Events of the model's engine: what the run cost, not what happened in it."""

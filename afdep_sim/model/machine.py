@@ -22,6 +22,7 @@ from afdep_sim.model.fabric import Fabric
 from afdep_sim.model.memory import RANK_SHIFT, Memory
 from afdep_sim.model.ops import make_ops
 from afdep_sim.model.profiles import Profile
+from afdep_sim.model.rows import ProtocolError
 from afdep_sim.model.sms import Occupancy
 from afdep_sim.plan import Constants, Context, Plan, Tensor, WindowBase, shows_view
 from afdep_sim.reference import expert_partials, expert_rows, precomputed_y
@@ -138,7 +139,7 @@ class _Simulation:
             counters["bytes_in"] = self.fabric.bytes_in[rank]
         events = self.events()
         words = [v[: WORKSPACE_BYTES // 8].copy() for v in self.memory.vectors]
-        return Run(self.combined, self.kept, events, words, self.combined_weights)
+        return Run(self.combined, self.kept, events, words, self.combined_weights, self.engine.events)
 
     def events(self) -> Events:
         """The raw events in canonical order: launches by (rank, stream position), agents by (launch, block, warp).
@@ -490,6 +491,11 @@ class _Simulation:
         ends = received.psum_expert[:per_rank]
         slots = received.metadata[:, 2:]
         slots = np.sort(slots[slots >= 0])
+        if len(slots) and (slots[-1] >= used or slots[-1] >= ends[-1]):
+            raise ProtocolError(
+                f"rank {rank} has slot {int(slots[-1])} in exchange {number}, beyond the {int(min(used, ends[-1]))} "
+                "that its counts make room for"
+            )
         expert = rank * per_rank + np.searchsorted(ends, slots, side="right")
         x, weights, scales = received.x, received.weights, received.scales
         if len(slots) == used:

@@ -177,9 +177,10 @@ def _words(sim: Any, ops: Any, sync: Any) -> None:
         """Words [low, low + count) of `rank` have just changed: note the writer, wake whom it satisfies."""
         writers[rank][low] = (count, agent, posted_ns)
         if waiters[rank]:
-            time = engine.now + poll_ns
             for waiter in satisfied(rank, low, low + count):
                 task = waiter.task
+                # Its first look takes a load; only then does it poll.
+                time = max(engine.now + poll_ns, task.now + load_ns)
                 if task.index >= 0:
                     joins.append((task.index, time, "signal", agent, posted_ns))
                 engine.wake(task, time)

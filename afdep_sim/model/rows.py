@@ -232,31 +232,31 @@ def _stage(sim: Any, ops: Any, sync: Any) -> None:
         row = agent.stage = pool.pop() if pool else memoryview(bytearray(b"\xff" * row_bytes))
         return row
 
-    def stage_lanes(row: Any, offset: int, lanes: list[int]) -> None:
+    def stage_lanes(stage: Any, offset: int, lanes: list[int]) -> None:
         engine.current.now += issue_ns
-        lanes_format[len(lanes)].pack_into(row, offset, *lanes)
+        lanes_format[len(lanes)].pack_into(stage, offset, *lanes)
 
-    def stage_i32(row: Any, offset: int, value: int) -> None:
+    def stage_i32(stage: Any, offset: int, value: int) -> None:
         engine.current.now += issue_ns
-        one(row, offset, value)
+        one(stage, offset, value)
 
-    def row_load_packs(row: Any, offset: int, source: int, count: int) -> None:
+    def row_load_packs(stage: Any, offset: int, source: int, count: int) -> None:
         """Small beside the row: it arrives with it. Read at once, as nobody writes a source's own scales meanwhile."""
         engine.current.now += issue_ns
         at = source & OFFSET_MASK
-        row[offset : offset + 4 * count] = raw[source >> RANK_SHIFT][at : at + 4 * count]
+        stage[offset : offset + 4 * count] = raw[source >> RANK_SHIFT][at : at + 4 * count]
 
-    def packs_store(row: Any, offset: int, count: int, destination: int, pack_stride: int) -> None:
+    def packs_store(stage: Any, offset: int, count: int, destination: int, pack_stride: int) -> None:
         engine.current.now += issue_ns
         words, at = i32[destination >> RANK_SHIFT], (destination & OFFSET_MASK) >> 2
-        packs = row[offset : offset + 4 * count].cast("i")
+        packs = stage[offset : offset + 4 * count].cast("i")
         for p in range(count):
             words[at + p * pack_stride // 4] = packs[p]
 
-    def packs_scatter(row: Any, offset: int, count: int, base: int, slots: list[int], pack_stride: int) -> None:
+    def packs_scatter(stage: Any, offset: int, count: int, base: int, slots: list[int], pack_stride: int) -> None:
         engine.current.now += issue_ns
         words, at = i32[base >> RANK_SHIFT], (base & OFFSET_MASK) >> 2
-        packs = row[offset : offset + 4 * count].cast("i")
+        packs = stage[offset : offset + 4 * count].cast("i")
         for slot in slots:
             if slot >= 0:
                 for p in range(count):
@@ -294,7 +294,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         rates[sm] = done
         return done  # type: ignore[no-any-return]
 
-    def row_load(row: Any, source: int, size: int) -> None:
+    def row_load(stage: Any, source: int, size: int) -> None:
         agent = sync()
         now = agent.now
         done = dram(source >> RANK_SHIFT, size, now)
@@ -305,7 +305,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         agent.load = (source, size, (done if done > passed else passed) + load_latency)
         agent.now = now + issue_ns
 
-    def row_wait(row: Any, parity: int) -> int:
+    def row_wait(stage: Any, parity: int) -> int:
         agent = engine.current
         source, size, done = agent.load
         if done > agent.now:
@@ -313,7 +313,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         sync()
         if size not in skipped:
             at = (source & OFFSET_MASK) + skip
-            row[skip:size] = raw[source >> RANK_SHIFT][at : at + size - skip]
+            stage[skip:size] = raw[source >> RANK_SHIFT][at : at + size - skip]
         if observer:
             rank, offset = source >> RANK_SHIFT, source & OFFSET_MASK
             observer("read", rank, offset, size, agent.index, engine.now, agent.run.exchange)
@@ -340,14 +340,14 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         if size not in skipped or observer:
             at_time(lands, landed, (peer, offset, row, size, agent.index, agent.run.exchange))
 
-    def row_store(row: Any, size: int, destination: int) -> None:
-        store(sync(), row, size, destination >> RANK_SHIFT, destination & OFFSET_MASK)
+    def row_store(stage: Any, size: int, destination: int) -> None:
+        store(sync(), stage, size, destination >> RANK_SHIFT, destination & OFFSET_MASK)
 
-    def row_store_peers(ctx: int, row: Any, size: int, ranks: list[int], offset: int, slots: list[int]) -> None:
+    def row_store_peers(ctx: int, stage: Any, size: int, ranks: list[int], offset: int, slots: list[int]) -> None:
         agent = sync()
         for lane, peer in enumerate(ranks):
             if peer >= 0:
-                store(agent, row, size, peer, offset + slots[lane] * size)
+                store(agent, stage, size, peer, offset + slots[lane] * size)
 
     def scattered(event: tuple[int, int, Any, int, list[int], int, int]) -> None:
         rank, offset, row, size, slots, agent, exchange = event
@@ -360,7 +360,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
                 if observer:
                     observer("land", rank, at, size, agent, engine.now, exchange)
 
-    def row_scatter(row: Any, size: int, base: int, slots: list[int]) -> None:
+    def row_scatter(stage: Any, size: int, base: int, slots: list[int]) -> None:
         agent = sync()
         rank = agent.rank
         total = (len(slots) - slots.count(-1)) * size
@@ -369,7 +369,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
             agent.stores_done = done
         agent.now += issue_ns
         if data or observer:
-            at_time(done, scattered, (rank, base & OFFSET_MASK, row, size, slots, agent.index, agent.run.exchange))
+            at_time(done, scattered, (rank, base & OFFSET_MASK, stage, size, slots, agent.index, agent.run.exchange))
 
     def stores_wait() -> None:
         agent = engine.current
@@ -421,13 +421,13 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
     in_flight, pass_bytes, gather_ns = profile.gather_in_flight_slots, profile.gather_pass_bytes, profile.gather_ns
     sm_reduce = fabric.sm_reduce
 
-    def row_reduce(row: Any, size: int, base: int, slots: list[int], stride: int, prefix: int) -> None:
-        sum_rows(row, size, base, slots, stride, prefix, [])
+    def row_reduce(stage: Any, size: int, base: int, slots: list[int], stride: int, prefix: int) -> None:
+        sum_rows(stage, size, base, slots, stride, prefix, [])
 
     def row_reduce_bias(
-        row: Any, size: int, base: int, slots: list[int], stride: int, prefix: int, bias0: int, bias1: int
+        stage: Any, size: int, base: int, slots: list[int], stride: int, prefix: int, bias0: int, bias1: int
     ) -> None:
-        sum_rows(row, size, base, slots, stride, prefix, [b & OFFSET_MASK for b in (bias0, bias1) if b])
+        sum_rows(stage, size, base, slots, stride, prefix, [b & OFFSET_MASK for b in (bias0, bias1) if b])
 
     def sum_rows(
         row: Any, size: int, base: int, slots: list[int], stride: int, prefix: int, bias: list[int]

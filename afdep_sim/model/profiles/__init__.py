@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib import resources
@@ -75,11 +76,19 @@ def available() -> list[str]:
 
 def entries(name: str) -> list[Entry]:
     """Every number of a shipped profile with its unit and source. Raises `Refusal` for an unknown or malformed one."""
-    return [
-        Entry(key, float(item["value"]), str(item["unit"]), str(item["source"]))
-        for key, item in _read(name).items()
-        if isinstance(item, dict)
-    ]
+    found = []
+    for key, item in _read(name).items():
+        if key == "gpu":
+            continue
+        if not isinstance(item, dict) or set(item) != {"value", "unit", "source"}:
+            raise Refusal(f"profile {name!r} entry {key} is not a table of value, unit and source")
+        value, unit, source = item["value"], item["unit"], item["source"]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise Refusal(f"profile {name!r} has {key} = {value!r}, not a finite number")
+        if not isinstance(unit, str) or not isinstance(source, str) or not source.strip():
+            raise Refusal(f"profile {name!r} entry {key} does not say its unit and source in words")
+        found.append(Entry(key, float(value), unit, source))
+    return found
 
 
 def load_profile(name: str) -> Profile:
@@ -87,6 +96,9 @@ def load_profile(name: str) -> Profile:
 
     Raises `Refusal` for an unknown name, and for missing, extra, mislabelled or unphysical entries.
     """
+    gpu = _read(name).get("gpu")
+    if not isinstance(gpu, str):
+        raise Refusal(f"profile {name!r} does not name its gpu")
     found = {e.name: e for e in entries(name)}
     names = [f.name for f in fields(Profile) if f.name not in ("name", "gpu")]
     if missing := sorted(set(names) - set(found)):
@@ -99,7 +111,7 @@ def load_profile(name: str) -> Profile:
             raise Refusal(f"profile {name!r} gives {entry.name} in {entry.unit!r}, not {UNITS[suffix]!r}")
         if entry.value < 0 or (entry.value == 0 and suffix != "rows"):
             raise Refusal(f"profile {name!r} has {entry.name} = {entry.value}, not above 0")
-    return Profile(name=name.upper(), gpu=str(_read(name)["gpu"]), **{key: found[key].value for key in names})
+    return Profile(name=name.upper(), gpu=gpu, **{key: found[key].value for key in names})
 
 
 def _read(name: str) -> dict[str, object]:
