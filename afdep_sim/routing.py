@@ -7,6 +7,7 @@ floats of the same shape. One such file ships with the package (`EXAMPLE`).
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -52,9 +53,13 @@ def read_routes(path: str, topk: int, experts: int) -> RouteFile:
     if not file.is_file():
         raise Refusal(f"routing file {path!r} does not exist")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        arrays = np.load(file, allow_pickle=False)
+        if isinstance(arrays, np.ndarray):
+            raise ValueError("it is one array without a name")
+        with arrays:
+            # A member that is no array comes as bytes; its dtype is refused below.
+            found = {name: np.asarray(arrays[name]) for name in arrays.files}
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise Refusal(f"routing file {path!r} is not an .npz file of plain arrays ({error})") from None
     if "topk" not in found:
         raise Refusal(f"routing file {path!r} has no array named topk (it has {', '.join(sorted(found)) or 'none'})")
@@ -77,9 +82,12 @@ def read_routes(path: str, topk: int, experts: int) -> RouteFile:
             raise Refusal(f"routing file {path!r} has weights of dtype {weights.dtype}, not floats")
         if weights.shape != found["topk"].shape:
             raise Refusal(f"routing file {path!r} has weights of shape {weights.shape}, not {found['topk'].shape}")
+        with np.errstate(over="ignore"):
+            weights = weights.reshape(routes.shape).astype(np.float32)
         if not np.isfinite(weights).all():
-            raise Refusal(f"routing file {path!r} has weights that are not finite")
-        weights = weights.reshape(routes.shape).astype(np.float32)
+            at = tuple(int(i) for i in np.argwhere(~np.isfinite(weights))[0])
+            value = found["weights"].reshape(routes.shape)[at]
+            raise Refusal(f"routing file {path!r} has weight {value} at {list(at)}, not finite in float32")
     return RouteFile(routes, weights)
 
 
@@ -91,10 +99,13 @@ def example() -> str:
 def imbalance(topk: np.ndarray, experts: int, groups: int = 1) -> float:
     """Load imbalance of int [..., k] routes: the busiest of `groups` equal shares of experts, over the mean. 1 is even.
 
-    groups=experts asks it of experts, groups=FFN ranks of ranks. Raises `ValueError` for shares that are not equal.
+    groups=experts asks it of experts, groups=FFN ranks of ranks. Raises `ValueError` for shares that are not equal, and
+    for routes outside the experts.
     """
-    if experts % groups:
+    if groups < 1 or experts % groups:
         raise ValueError(f"{experts} experts do not make {groups} equal shares")
-    chosen = topk[topk >= 0]
+    chosen = topk[topk >= 0].astype(np.int64)
+    if len(chosen) and chosen.max() >= experts:
+        raise ValueError(f"expert {chosen.max()} is outside 0 to {experts - 1}")
     counts = np.bincount(chosen // (experts // groups), minlength=groups)
     return float(counts.max() / counts.mean()) if len(chosen) else 1.0

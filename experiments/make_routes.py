@@ -4,7 +4,7 @@
 
 Nothing is downloaded: the text is the standard library of the interpreter that runs this, and every tenth module is
 held out. The file holds, for every layer, the experts and weights of 4,096 consecutive held-out tokens in the format of
-`afdep_sim.routing`; it is made with `--steps 600 --seed 0`, the defaults. Needs torch, which nothing else here does.
+`afdep_sim.routing`; it is made with `--steps 500 --seed 0`, the defaults. Needs torch, which nothing else here does.
 One thread; the same versions on the same kind of CPU give the same bytes.
 """
 
@@ -256,14 +256,14 @@ def load_table(topk: np.ndarray) -> str:
 
 def make(steps: int, seed: int, out: Path) -> None:
     """Everything, reported on standard output. Raises `Refusal`."""
-    if torch is None:
-        raise Refusal("torch is not installed, and this script trains a model with it (2.13.0 made the file)")
     if steps < 1:
         raise Refusal(f"steps {steps} is below 1")
     if seed < 0:
         raise Refusal(f"seed {seed} is below 0")
     if not out.parent.is_dir():
-        raise Refusal(f"--out {str(out)!r} is in a folder that does not exist")
+        raise Refusal(f"folder {str(out.parent)!r} of {out.name} does not exist")
+    if torch is None:
+        raise Refusal("torch is not installed, and this script trains a model with it (2.13.0 made the file)")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     text = read_text(Path(sysconfig.get_paths()["stdlib"]))
@@ -293,14 +293,14 @@ def make(steps: int, seed: int, out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
+    parser.add_argument("--steps", type=int, default=500, help="training steps (default 500)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches (default 0)")
     parser.add_argument("--out", type=Path, default=Path(example()), help="the file (default: the one that ships)")
     options = parser.parse_args()
     try:
         make(options.steps, options.seed, options.out)
     except Refusal as refusal:
-        print(f"make_routes: {refusal}", file=sys.stderr)
+        print(f"make_routes.py: {refusal}", file=sys.stderr)
         return BAD_ARGUMENTS
     return 0
 

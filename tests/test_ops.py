@@ -266,7 +266,7 @@ def test_count_routes_equals_a_brute_force_count(tokens: int, sms: int, lanes: i
     # Up to 4 tokens a block are counted one way, more another: both sizes occur on either side of it.
     receivers, experts = 3, 4
     rng = np.random.default_rng([tokens, sms, lanes])
-    topk = rng.integers(-1, receivers * experts, (tokens, lanes)).astype(np.int32)
+    topk = rng.integers(-1, receivers * experts, (tokens, lanes)).astype(np.int64)
     topk[rng.random(tokens) < 0.2] = -1
     found = counted(topk, receivers, experts, sms)
     for block in range(sms):
@@ -275,7 +275,7 @@ def test_count_routes_equals_a_brute_force_count(tokens: int, sms: int, lanes: i
 
 
 def test_count_routes_by_hand() -> None:
-    topk = np.array([[0, 1, 4, -1], [4, 5, 6, 7], [-1, -1, -1, -1]], np.int32)
+    topk = np.array([[0, 1, 4, -1], [4, 5, 6, 7], [-1, -1, -1, -1]], np.int64)
     #        rank 0, rank 1; experts 0 to 3 of rank 0, then 4 to 7 of rank 1.
     want = [1, 2, 1, 1, 0, 0, 2, 1, 1, 1]
     assert counted(topk, 2, 4, 1) == [want]
