@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,7 +35,7 @@ from helpers import (
 from afdep_sim.kernels import barrier
 from afdep_sim.model import ops as model_ops
 from afdep_sim.model import rows as model_rows
-from afdep_sim.model.fabric import Fabric
+from afdep_sim.model.fabric import Fabric, Port
 from afdep_sim.model.machine import Deadlock, Machine
 from afdep_sim.model.profiles import Profile, load_profile
 from afdep_sim.model.rows import ProtocolError
@@ -347,22 +349,57 @@ def test_rows_queue_at_both_ports_and_pay_the_latency_once() -> None:
     busy, latency, back = size / H100.port_bytes_per_ns, H100.row_latency_ns, H100.row_acknowledge_ns
     fabric = Fabric(H100, 4, 1)
     first = start + busy + latency
-    assert fabric.row(2, 0, size, start) == pytest.approx((first, first + back))
+    assert fabric.row(2, 0, size, start, start) == pytest.approx((first, first + back))
     # The same source to another peer: behind the first at its egress.
-    assert fabric.row(2, 1, size, start)[0] == pytest.approx(first + busy)
+    assert fabric.row(2, 1, size, start, start)[0] == pytest.approx(first + busy)
     # Another source to the first peer: its egress is free, the peer's ingress is not.
-    assert fabric.row(3, 0, size, start)[0] == pytest.approx(first + busy)
+    assert fabric.row(3, 0, size, start, start)[0] == pytest.approx(first + busy)
     # Later than everything: as if alone.
-    assert fabric.row(3, 1, size, 1e6)[0] == pytest.approx(1e6 + busy + latency)
+    assert fabric.row(3, 1, size, 1e6, 1e6)[0] == pytest.approx(1e6 + busy + latency)
     assert (fabric.bytes_out, fabric.bytes_in) == ([0, 0, 2 * size, 2 * size], [2 * size, 2 * size, 0, 0])
     assert fabric.rows_out == [0, 0, 2, 2]
+
+
+def test_a_row_that_reaches_a_port_earlier_passes_first_though_it_was_posted_later() -> None:
+    """One source's backlog must not block a peer's ingress for the times at which nothing of it arrives."""
+    size = 3160
+    busy, latency = size / H100.port_bytes_per_ns, H100.row_latency_ns
+    fabric = Fabric(H100, 4, 1)
+    # Source 2 posts to peers 0 and 1 in turn: its rows reach each of the two at every second time only.
+    for _ in range(8):
+        for peer in (0, 1):
+            fabric.row(2, peer, size, 0.0, 0.0)
+    # Source 3's rows, posted after all of them, take the times between.
+    found = [fabric.row(3, 0, size, 0.0, 0.0)[0] - latency for _ in range(4)]
+    assert found == pytest.approx([2 * busy, 4 * busy, 6 * busy, 8 * busy])
+    # A port is never in two places: 8 + 4 rows to peer 0 take 12 times, the last of source 2's at 15.
+    assert fabric.ingress[0].free == pytest.approx(15 * busy)
+    late = [fabric.row(3, 0, size, 0.0, 0.0)[0] - latency for _ in range(4)]
+    assert late == pytest.approx([10 * busy, 12 * busy, 14 * busy, 16 * busy])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_port_serves_one_row_at_a_time_and_wastes_none(seed: int) -> None:
+    """Random arrivals: no two rows overlap, none passes before it arrives, and a row waits only while the port is busy."""
+    generator = random.Random(seed)
+    port, rows, now = Port(), [], 0.0
+    for _ in range(300):
+        now += generator.choice([0.0, 1.0, 40.0])
+        start = now + generator.choice([0.0, 5.0, 200.0])
+        busy = generator.choice([3.0, 10.0])
+        passed = port.take(start, busy, now)
+        assert passed >= start + busy - 1e-2
+        rows.append((passed - busy, passed, start))
+    rows.sort()
+    for (_, first_end, _), (second_begin, _, _) in itertools.pairwise(rows):
+        assert second_begin >= first_end - 1e-2
 
 
 @pytest.mark.parametrize("behind", [0, 1])
 def test_words_wait_behind_rows_or_pass_them_as_the_profile_says(behind: int) -> None:
     profile = H100.scaled(words_queue_behind_rows=behind)
     fabric = Fabric(profile, 3, 1)
-    fabric.row(2, 0, 316_000, 0.0)
+    fabric.row(2, 0, 316_000, 0.0, 0.0)
     busy = 316_000 / profile.port_bytes_per_ns
     found = {peer: time for time, peers in fabric.words(2, 0, 3, 10.0) for peer in peers}
     sent = busy if behind else 10.0

@@ -1,12 +1,78 @@
 """What bytes pass through: NVLink ports, HBM, and the copy and reduction rates of SMs. First come, first served.
 
-Every resource is one number, the time at which it is free again; contention and queueing come out of it. The ports
-are cut-through: a row occupies egress and ingress for bytes over bandwidth each, but pays its latency once.
+HBM and SM rates are one number each, the time at which the resource is free again; contention and queueing come out
+of it. The ports are cut-through: a row occupies egress and ingress for bytes over bandwidth each, but pays its latency
+once. A row is posted long before it reaches a busy port, so a port also remembers the times it left unused: a row that
+is posted later but gets there earlier takes one of those.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 from afdep_sim.model.profiles import Profile
+
+REMEMBERED = 256
+"""Unused times a port keeps before it looks for those that have passed."""
+SLIVER_NS = 1e-3
+"""Unused times shorter than this come from rounding."""
+
+
+class Port:
+    """One direction of a GPU's NVLink port: a row at a time, in order of arrival. Times in ns.
+
+    `free` is when the last row has passed; `begins` and `ends` are the unused times before it, in order.
+    """
+
+    __slots__ = ("begins", "ends", "free")
+
+    def __init__(self) -> None:
+        self.free = 0.0
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+
+    def take(self, start: float, busy: float, now: float) -> float:
+        """Occupy the port for `busy` from `start` or as soon after as it can be -> when the row has passed.
+
+        `now` is the time of the call, before which no later call can want the port.
+        """
+        free = self.free
+        if start >= free:
+            if start > free:
+                self.begins.append(free)
+                self.ends.append(start)
+                if len(self.ends) > REMEMBERED:
+                    self._forget(now)
+            self.free = start + busy
+            return self.free
+        begins, ends = self.begins, self.ends
+        for at in range(bisect_left(ends, start + busy - SLIVER_NS), len(ends)):
+            begin = begins[at] if begins[at] > start else start
+            passed = begin + busy
+            if passed <= ends[at] + SLIVER_NS:
+                self._split(at, begin, passed)
+                return passed
+        self.free = free + busy
+        return self.free
+
+    def _forget(self, now: float) -> None:
+        """Drop the unused times that have passed."""
+        over = bisect_right(self.ends, now)
+        del self.begins[:over], self.ends[:over]
+
+    def _split(self, at: int, begin: float, passed: float) -> None:
+        """Take [begin, passed) out of the unused time number `at`; what is too short for anything is forgotten."""
+        before = begin - self.begins[at] > SLIVER_NS
+        after = self.ends[at] - passed > SLIVER_NS
+        if before and after:
+            self.begins.insert(at + 1, passed)
+            self.ends.insert(at, begin)
+        elif before:
+            self.ends[at] = begin
+        elif after:
+            self.begins[at] = passed
+        else:
+            del self.begins[at], self.ends[at]
 
 
 class Fabric:
@@ -14,8 +80,8 @@ class Fabric:
 
     def __init__(self, profile: Profile, ranks: int, sms: int) -> None:
         self.profile = profile
-        self.egress = [0.0] * ranks
-        self.ingress = [0.0] * ranks
+        self.egress = [Port() for _ in range(ranks)]
+        self.ingress = [Port() for _ in range(ranks)]
         self.hbm = [0.0] * ranks
         self.sm_copy = [[0.0] * sms for _ in range(ranks)]
         self.sm_reduce = [[0.0] * sms for _ in range(ranks)]
@@ -30,16 +96,14 @@ class Fabric:
         self._local = profile.local_word_ns
         self._shared_queue = profile.words_queue_behind_rows
 
-    def row(self, rank: int, peer: int, size: int, now: float) -> tuple[float, float]:
-        """A bulk store of `size` bytes to a peer, issued at `now` -> (lands, acknowledged at the sender)."""
+    def row(self, rank: int, peer: int, size: int, start: float, now: float) -> tuple[float, float]:
+        """A bulk store of `size` bytes to a peer, posted at `now` and out of its SM at `start`.
+
+        -> (lands, acknowledged at the sender).
+        """
         busy = size / self._port
-        free = self.egress[rank]
-        sent = (free if free > now else now) + busy
-        self.egress[rank] = sent
-        arrived = self.ingress[peer] + busy
-        if sent > arrived:
-            arrived = sent
-        self.ingress[peer] = arrived
+        sent = self.egress[rank].take(start, busy, now)
+        arrived = self.ingress[peer].take(sent - busy, busy, now)
         self.bytes_out[rank] += size
         self.bytes_in[peer] += size
         self.rows_out[rank] += 1
@@ -51,7 +115,7 @@ class Fabric:
 
         Behind the rows queued at both ports or past them, as the profile says.
         """
-        sent = self.egress[rank] if self._shared_queue else now
+        sent = self.egress[rank].free if self._shared_queue else now
         if sent < now:
             sent = now
         together: list[tuple[float, list[int]]] = []
@@ -61,8 +125,8 @@ class Fabric:
                 lands = now + self._local
             else:
                 lands = sent
-                if self._shared_queue and self.ingress[peer] > lands:
-                    lands = self.ingress[peer]
+                if self._shared_queue and self.ingress[peer].free > lands:
+                    lands = self.ingress[peer].free
                 lands += self._signal
             if lands == last:
                 together[-1][1].append(peer)

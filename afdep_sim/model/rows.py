@@ -329,11 +329,13 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
     def store(agent: Any, row: Any, size: int, peer: int, offset: int) -> None:
         """One bulk store, posted now: the event at which it lands, and when the agent sees it complete."""
         rank = agent.rank
-        now = through_sm(agent, size, agent.now)
+        now = agent.now
+        passed = through_sm(agent, size, now)
         if peer == rank:
-            lands = done = dram(rank, size, now) + store_latency
+            written = dram(rank, size, now)
+            lands = done = (written if written > passed else passed) + store_latency
         else:
-            lands, done = send(rank, peer, size, now)
+            lands, done = send(rank, peer, size, passed, engine.now)
         if done > agent.stores_done:
             agent.stores_done = done
         agent.now += issue_ns
@@ -364,7 +366,8 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         agent = sync()
         rank = agent.rank
         total = (len(slots) - slots.count(-1)) * size
-        done = dram(rank, total, through_sm(agent, total, agent.now)) + store_latency
+        written, passed = dram(rank, total, agent.now), through_sm(agent, total, agent.now)
+        done = (written if written > passed else passed) + store_latency
         if done > agent.stores_done:
             agent.stores_done = done
         agent.now += issue_ns
