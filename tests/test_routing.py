@@ -130,9 +130,7 @@ def test_the_last_expert_is_one_below_the_bound():
 @pytest.mark.parametrize("value", [8, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_unsigned_routes_are_compared_as_they_are(value: int):
     """2^64 - 1 is -1, no route, once it is signed."""
-    refused(
-        np.array([[0, value]], np.uint64), f"routes has expert {value} at [0, 1], outside 0 to 7 (-1 is no route)"
-    )
+    refused(np.array([[0, value]], np.uint64), f"routes has expert {value} at [0, 1], outside 0 to 7 (-1 is no route)")
 
 
 def test_an_expert_twice_in_a_row_is_refused():
@@ -246,9 +244,7 @@ def test_what_is_no_archive_of_arrays_is_refused(tmp_path: Path, content: bytes)
 def test_pickled_objects_are_not_loaded(tmp_path: Path, name: str):
     arrays = {"topk": GOOD, name: np.array([{"a": 1}], object)}
     text = refusal_of(saved(tmp_path, **arrays))
-    assert text == (
-        "is not an .npz file of plain arrays (Object arrays cannot be loaded when allow_pickle=False)"
-    )
+    assert text == "is not an .npz file of plain arrays (Object arrays cannot be loaded when allow_pickle=False)"
 
 
 def test_a_file_without_topk_is_refused(tmp_path: Path):
