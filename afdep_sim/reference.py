@@ -564,7 +564,7 @@ def _check_rows(
     lane: Ints | None,
     slot: Ints,
 ) -> None:
-    """Every copy (received row `row[i]`, for `lane[i]` in `slot[i]` if expanded) equals its source's row, scales included, bit for bit."""
+    """Every copy (received row `row[i]`, for `lane[i]` in `slot[i]` if expanded) equals its source's row and scales."""
     step = max(1, CHUNK // workload.hidden)
     for source_rank, source in sources.items():
         if source.x is None:

@@ -58,7 +58,8 @@ def in_a_process(layout: str, arm: str, tokens: int, data: bool) -> dict[str, fl
 def line(name: str, layout: str, arm: str, tokens: int) -> str:
     timing, data = (in_a_process(layout, arm, tokens, moves) for moves in (False, True))
     return (
-        f"{name:>6}  {arm:<11}  {timing['ms']:9.1f}  {data['ms']:9.1f}  {timing['peak_mb']:9.0f}  {data['peak_mb']:9.0f}"
+        f"{name:>6}  {arm:<11}  {timing['ms']:9.1f}  {data['ms']:9.1f}"
+        f"  {timing['peak_mb']:9.0f}  {data['peak_mb']:9.0f}"
         f"  {timing['agents']:8.0f}  {timing['events']:8.0f}  {1e3 * timing['ms'] / timing['events']:8.1f}"
         f"  {timing['rows']:7.0f}  {timing['count_words']:11.0f}"
     )
