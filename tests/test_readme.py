@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from afdep_sim import Protocol, Topology, Workload, simulate
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -91,3 +93,13 @@ def test_every_command_line_exists(verb: str, options: tuple[str, ...]):
 def test_commands_are_found_where_they_are_written():
     text = "run `afdep run 2A2F --tokens 1` or\n```\nafdep trace \\\n  --csv x  # --no\n```\nthe afdep command"
     assert sorted(commands(code(text))) == [("run", ("--tokens",)), ("trace", ("--csv",))]
+
+
+def test_the_table_says_what_the_model_gives():
+    """Two rows of each arm, so that a change of the model cannot leave the README behind."""
+    lines = [line.split() for line in README.splitlines()]
+    shown = {(line[0], line[1]): line[2] for line in lines if len(line) > 6 and line[1] in ("afdep", "fastafd_m2n")}
+    for tokens in (1, 32):
+        for arm in ("afdep", "fastafd_m2n"):
+            result = simulate(Topology.parse("2A2F"), Workload(tokens=tokens), Protocol.parse(arm))
+            assert shown[str(tokens), arm] == f"{result.round_trip_us:.2f}"
