@@ -46,8 +46,12 @@ class Variant:
 
     @property
     def registers(self) -> int:
-        """The most registers per thread with which a block of this size can launch."""
-        return min(255, 65_536 // self.threads // 8 * 8)
+        """The most registers per thread with which a block of this size can launch.
+
+        Each of an SM's four quarters has 16,384 of them and takes every fourth warp; eight at a time per thread.
+        """
+        warps_of_a_quarter = -(-self.threads // 128)
+        return min(255, 16_384 // (32 * warps_of_a_quarter) // 8 * 8)
 
     @cached_property
     def key(self) -> str:
@@ -127,7 +131,8 @@ def compile_variant(variant: Variant) -> Built:
     from afdep_sim.kernels.cuda.ops import make_ops
 
     ops = make_ops(variant.constants, trace=variant.trace, registers=variant.registers)
-    kernel = FACTORIES[variant.kernel](ops, variant.constants)
+    factory: Any = FACTORIES[variant.kernel]
+    kernel = factory(ops, variant.constants)
     if variant.trace:
         kernel = _with_end(ops, kernel)
     count = kernel.__code__.co_argcount
@@ -206,7 +211,7 @@ def _link(inputs: list[bytes], options: list[str], wanted: str) -> tuple[bytes, 
 
 
 def _entry(ptx: str) -> str:
-    entries = re.findall(r"\.entry\s+([\w$]+)", ptx)
+    entries: list[str] = re.findall(r"\.entry\s+([\w$]+)", ptx)
     if len(entries) != 1:
         raise RuntimeError(f"the linked PTX has {len(entries)} entries, not 1")
     return entries[0]

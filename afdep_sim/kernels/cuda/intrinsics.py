@@ -40,9 +40,7 @@ def asm(text: str, results: str = "", arguments: str = "", *, pure: bool = False
     result: Any = types.void if not results else surface[0] if len(results) == 1 else types.Tuple(surface)
 
     def codegen(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        operands = [
-            builder.trunc(v, _I32) if kind in "ru" else v for v, kind in zip(values, arguments, strict=True)
-        ]
+        operands = [builder.trunc(v, _I32) if kind in "ru" else v for v, kind in zip(values, arguments, strict=True)]
         out = builder.call(function, operands, attrs=attributes)
         if not results:
             return context.get_dummy_value()
@@ -71,7 +69,7 @@ def _of_arity(declared: Any, codegen: Callable[..., Any]) -> Any:
     return intrinsic(space["instruction"])
 
 
-# ---- words: ld, st, red, atom (PTX "Memory consistency model": order and scope) ---------------------------------------
+# ---- words: ld, st, red, atom (PTX "Memory consistency model": order and scope) --------------------------------------
 
 load = asm("ld.global.s64 $0, [$1];", "l", "l")
 load_i32 = asm("ld.global.s32 $0, [$1];", "r", "l")
@@ -92,14 +90,14 @@ fetch_add_acq_rel_gpu = asm("atom.acq_rel.gpu.global.add.u64 $0, [$1], $2;", "l"
 compare_swap_relaxed_sys = asm("atom.relaxed.sys.global.cas.b64 $0, [$1], $2, $3;", "l", "lll")
 store_zeros_16 = asm("{ .reg .b32 z; mov.b32 z, 0; st.global.v4.b32 [$0], {z, z, z, z}; }", "", "l")
 
-# ---- shared memory (addresses are offsets of the shared window) -------------------------------------------------------
+# ---- shared memory (addresses are offsets of the shared window) ------------------------------------------------------
 
 load_shared = asm("ld.shared.s32 $0, [$1];", "r", "u")
 store_shared = asm("st.shared.s32 [$0], $1;", "", "ur")
 add_shared = asm("red.shared.add.s32 [$0], $1;", "", "ur")
 dynamic_shared_bytes = asm("mov.u32 $0, %dynamic_smem_size;", "u", pure=True)
 
-# ---- mbarriers and bulk copies (PTX "cp.async.bulk", "mbarrier") ------------------------------------------------------
+# ---- mbarriers and bulk copies (PTX "cp.async.bulk", "mbarrier") -----------------------------------------------------
 
 mbarrier_init = asm("mbarrier.init.shared::cta.b64 [$0], $1;", "", "uu")
 mbarrier_init_fence = asm("fence.mbarrier_init.release.cluster;")
@@ -109,15 +107,13 @@ mbarrier_test = asm(
     "u",
     "uu",
 )
-bulk_load = asm(
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "", "uluu"
-)
+bulk_load = asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "", "uluu")
 bulk_store = asm("cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "", "luu")
 bulk_commit = asm("cp.async.bulk.commit_group;")
 bulk_wait_all = asm("cp.async.bulk.wait_group 0;")
 proxy_fence = asm("fence.proxy.async;")
 
-# ---- launches, barriers, time -----------------------------------------------------------------------------------------
+# ---- launches, barriers, time ----------------------------------------------------------------------------------------
 
 dependents_launch = asm("griddepcontrol.launch_dependents;")
 dependencies_wait = asm("griddepcontrol.wait;")
@@ -131,7 +127,7 @@ group_any = asm(
 global_timer = asm("mov.u64 $0, %globaltimer;", "l")
 thread_exit = asm("exit;")
 
-# ---- lanes (all 32 take part) -----------------------------------------------------------------------------------------
+# ---- lanes (all 32 take part) ----------------------------------------------------------------------------------------
 
 shuffle = asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "ru", convergent=True)
 shuffle_up = asm("shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "r", "ru", convergent=True)
@@ -153,26 +149,24 @@ lowest_bit = asm("{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", "u", "u", pu
 without_lowest_bit = asm("{ .reg .b32 t; add.u32 t, $1, -1; and.b32 $0, $1, t; }", "u", "u", pure=True)
 divide_u32 = asm("div.u32 $0, $1, $2;", "u", "uu", pure=True)
 remainder_u32 = asm("rem.u32 $0, $1, $2;", "u", "uu", pure=True)
+multiply_add = asm("mad.wide.u32 $0, $1, $2, $3;", "l", "uul", pure=True)
 
 
-@intrinsic
-def shared_base(typing_context: Any) -> Any:
-    """-> where the block's dynamic shared memory starts in the shared window, aligned to 128 bytes."""
-
-    def codegen(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        name = "afdep_dynamic_shared"
-        module = builder.module
-        variable = module.globals.get(name)
-        if variable is None:
-            variable = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), name, addrspace=3)
-            variable.linkage = "external"
-            variable.align = 128
-        return builder.zext(builder.ptrtoint(variable, _I32), _I64)
-
-    return signature(types.int64), codegen
+def _shared_base(_context: Any, builder: Any, _: Any, _values: Any) -> Any:
+    name = "afdep_dynamic_shared"
+    variable = builder.module.globals.get(name)
+    if variable is None:
+        variable = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), name, addrspace=3)
+        variable.linkage = "external"
+        variable.align = 128
+    return builder.zext(builder.ptrtoint(variable, _I32), _I64)
 
 
-# ---- rows: `count` vectors of 16 bytes per lane, 512 bytes apart, as opaque tuples ------------------------------------
+shared_base = _of_arity(signature(types.int64), _shared_base)
+"""-> where the block's dynamic shared memory starts in the shared window, aligned to 128 bytes."""
+
+
+# ---- rows: `count` vectors of 16 bytes per lane, 512 bytes apart, as opaque tuples -----------------------------------
 
 
 class Vectors:

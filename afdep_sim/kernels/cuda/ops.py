@@ -11,16 +11,14 @@ WORDS = (
     "device block_id warp_id blocks warps launch_dependents wait_dependencies load_relaxed store_relaxed clear_words "
     "fetch_add_acq_rel add_release_each peer load_i32 store_i32"
 )
-COUNTS = (
-    "group_sync check_routes count_routes counts_add counts_clear publish_counts prefix_counts store_host_counts"
-)
+COUNTS = "group_sync check_routes count_routes counts_add counts_clear publish_counts prefix_counts store_host_counts"
 LANES = (
     "load_lanes load_ids check_lanes lanes_scatter lanes_owner lanes_divide lanes_master lanes_index lanes_gather "
     "lanes_in_range lanes_offset lanes_highest lanes_count lanes_max lanes_fetch_add find_row"
 )
 ROWS = (
-    "stage row_wait row_load_packs stage_i32 stage_fence row_store row_store_peers packs_scatter packs_store row_scatter "
-    "clear_row stores_wait"
+    "stage row_wait row_load_packs stage_i32 stage_fence row_store row_store_peers packs_scatter packs_store "
+    "row_scatter clear_row stores_wait"
 )
 """Operations that are the same for all constants, by the module that has them."""
 

@@ -15,20 +15,43 @@ from afdep_sim.kernels.cuda.words import device, lane
 
 PASS_BYTES = 512
 """A warp's 32 lanes x 16 bytes; every row is a multiple of it (`workload.HIDDEN_STEP`)."""
-WIDE_REGISTERS = 112
-"""From this many registers per thread on a turn may hold four vectors per row instead of two."""
+RESERVED_REGISTERS = 20
+"""What the rest of a kernel keeps alive around a reduction; with fewer some of them spill."""
+BIAS_ROWS = 2
+"""Rows that are in flight beside a batch where a bias is added."""
+
+
+def shape(units: int, prefix: int, registers: int, more: int = 0) -> tuple[int, int]:
+    """-> (vectors per row and turn, rows in flight): the most loads in flight that the registers hold.
+
+    A vector in flight takes 4 registers, a row's address 2, the FP32 sums of one vector position 8. `more` rows are in
+    flight beside the batch. Of equals the one with the fewest registers.
+    """
+    fits = [
+        (wide * batch, -wide, wide, batch)
+        for wide in (4, 2, 1)
+        for batch in (2, 4, 8)
+        if units % wide == 0
+        and (batch == 2 or batch < 2 * prefix)
+        and (4 * wide + 2) * (batch + more) + 8 * wide <= registers - RESERVED_REGISTERS
+    ]
+    return max(fits)[2:]
 
 
 @cache
 def make_reduction(row_bytes: int, prefix: int, registers: int) -> dict[str, Any]:
     """row_reduce and row_reduce_bias for rows of `row_bytes`, with `registers` per thread to do it in."""
     units = row_bytes // PASS_BYTES
-    widest = 4 if registers >= WIDE_REGISTERS else 2
-    wide = next(n for n in (4, 2, 1) if n <= widest and units % n == 0)
+    row_reduce = _make_row_reduce(units, *shape(units, prefix, registers))
+    row_reduce_bias = _make_row_reduce_bias(*shape(units, prefix, registers, more=BIAS_ROWS))
+    return {"row_reduce": row_reduce, "row_reduce_bias": row_reduce_bias}
+
+
+def _make_row_reduce(units: int, wide: int, batch: int) -> Any:
     vectors = ptx.Vectors(wide)
-    load, start, add, store_rounded = vectors.load, vectors.start, vectors.add, vectors.store_rounded
+    start, store_rounded = vectors.start, vectors.store_rounded
     turn = PASS_BYTES * wide
-    add_rows = _make_add_rows(vectors, 4 if prefix > 2 else 2)
+    add_rows = _make_add_rows(vectors, batch)
     pairs = ptx.Vectors(next(n for n in (4, 2, 1) if units % n == 0))
     load_pairs, add_pairs, store_pairs = pairs.load, pairs.add_pairs, pairs.store
     pair_turn = PASS_BYTES * pairs.count
@@ -51,6 +74,15 @@ def make_reduction(row_bytes: int, prefix: int, registers: int) -> dict[str, Any
                 sums = add_rows(start(0 if count > 0 else 1), base + mine + at, slots, stride, rows, prefix)
                 store_rounded(stage + mine + at, sums)
 
+    return row_reduce
+
+
+def _make_row_reduce_bias(wide: int, batch: int) -> Any:
+    vectors = ptx.Vectors(wide)
+    load, start, add, store_rounded = vectors.load, vectors.start, vectors.add, vectors.store_rounded
+    turn = PASS_BYTES * wide
+    add_rows = _make_add_rows(vectors, batch)
+
     @device
     def row_reduce_bias(stage, size, base, slots, stride, prefix, bias0, bias1):
         rows = rows_named(slots)
@@ -61,34 +93,41 @@ def make_reduction(row_bytes: int, prefix: int, registers: int) -> dict[str, Any
             sums = add(add(start(0), first), second)
             store_rounded(stage + mine + at, add_rows(sums, base + mine + at, slots, stride, rows, prefix))
 
-    return {"row_reduce": row_reduce, "row_reduce_bias": row_reduce_bias}
+    return row_reduce_bias
 
 
 def _make_add_rows(vectors: ptx.Vectors, batch: int) -> Any:
-    """-> add_rows(sums, base, slots, stride, rows, prefix): sums plus a turn's part of every named row, lane by lane."""
+    """-> add_rows(sums, base, slots, stride, rows, prefix): plus a turn's part of every named row, in lane order."""
     load, add = vectors.load, vectors.add
 
-    if batch == 4:
+    @device
+    def load_two(base, slots, stride, left):
+        after = ptx.without_lowest_bit(left)
+        first = load(row_address(base, slots, stride, left), left)
+        second = load(row_address(base, slots, stride, after), after)
+        return first, second, ptx.without_lowest_bit(after)
 
-        @device
-        def add_batch(sums, base, slots, stride, left):
-            left1 = ptx.without_lowest_bit(left)
-            left2 = ptx.without_lowest_bit(left1)
-            left3 = ptx.without_lowest_bit(left2)
-            row0 = load(row_address(base, slots, stride, left), left)
-            row1 = load(row_address(base, slots, stride, left1), left1)
-            row2 = load(row_address(base, slots, stride, left2), left2)
-            row3 = load(row_address(base, slots, stride, left3), left3)
-            return add(add(add(add(sums, row0), row1), row2), row3), ptx.without_lowest_bit(left3)
+    @device
+    def add_two(sums, base, slots, stride, left):
+        a, b, left = load_two(base, slots, stride, left)
+        return add(add(sums, a), b), left
 
-    else:
+    @device
+    def add_four(sums, base, slots, stride, left):
+        a, b, left = load_two(base, slots, stride, left)
+        c, d, left = load_two(base, slots, stride, left)
+        return add(add(add(add(sums, a), b), c), d), left
 
-        @device
-        def add_batch(sums, base, slots, stride, left):
-            left1 = ptx.without_lowest_bit(left)
-            row0 = load(row_address(base, slots, stride, left), left)
-            row1 = load(row_address(base, slots, stride, left1), left1)
-            return add(add(sums, row0), row1), ptx.without_lowest_bit(left1)
+    @device
+    def add_eight(sums, base, slots, stride, left):
+        a, b, left = load_two(base, slots, stride, left)
+        c, d, left = load_two(base, slots, stride, left)
+        e, f, left = load_two(base, slots, stride, left)
+        g, h, left = load_two(base, slots, stride, left)
+        sums = add(add(add(add(sums, a), b), c), d)
+        return add(add(add(add(sums, e), f), g), h), left
+
+    add_batch = {2: add_two, 4: add_four, 8: add_eight}[batch]
 
     @device
     def add_rows(sums, base, slots, stride, rows, prefix):

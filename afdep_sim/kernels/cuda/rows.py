@@ -124,8 +124,11 @@ def stores_wait():
 
 @device
 def row_address(base, slots, stride, left):
-    """-> the address of the row that the lowest lane in `left` names; lane 0's where none is left."""
-    return base + ptx.shuffle(slots, ptx.lowest_bit(left)) * stride
+    """-> the address of the row that the lowest lane in `left` names; lane 0's where none is left.
+
+    Slots and strides are below 2^32, their product need not be.
+    """
+    return ptx.multiply_add(ptx.shuffle(slots, ptx.lowest_bit(left)), stride, base)
 
 
 @device
