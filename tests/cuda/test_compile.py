@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from afdep_sim.plan import Plan, build_plan
+from afdep_sim.plan import MBARRIER_BYTES, Plan, build_plan
 from afdep_sim.protocol import Protocol
 from afdep_sim.topology import Topology
 from afdep_sim.workload import Workload
@@ -186,6 +186,23 @@ def test_bulk_copies_and_launch_dependencies_are_there(variant):
         # Complete, not only read.
         assert "cp.async.bulk.wait_group 0" in ptx
         assert "wait_group.read" not in ptx
+
+
+def test_counters_and_stages_lie_apart_in_shared_memory():
+    for layout, arm, workload, _ in CASES:
+        plan = plan_of(layout, arm, workload)
+        for launch in (launch for stream in plan.exchanges[0].streams for launch in stream):
+            c = launch.constants
+            row = {"combine": c.combine_row_bytes, "reduce_epilogue": c.hidden_bytes}.get(
+                launch.kernel, c.dispatch_row_bytes
+            )
+            experts = plan.workload.experts_per_rank(plan.topology)
+            counters, stages = 0, launch.warps
+            if launch.kernel == "dispatch":
+                counters, stages = 4 * plan.topology.ranks * (1 + experts), launch.warps - c.notify_warps
+            assert counters + stages * (row + MBARRIER_BYTES) <= launch.shared_bytes
+            assert row % 32 == 0
+            assert launch.shared_bytes % 128 == 0
 
 
 # ---- marks, digests, the cache ---------------------------------------------------------------------------------------
