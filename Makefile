@@ -1,12 +1,13 @@
-# Every verb is under a minute on a CPU, `bench` and `soak` aside. `make help` lists them.
+# Every verb is under a minute on a CPU, `bench`, `soak` and the first `test-cuda` aside. `make help` lists them.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lint bench soak clean
+.PHONY: help run test test-cuda lint bench soak clean
 
 VENV := .venv
 BIN := $(VENV)/bin
+CUDA_VENV := .venv-cuda
 # Byte code is written when a module is first imported, which is most of the packages' modules never.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input -q install --no-compile
 PYTEST := $(BIN)/python -m pytest -q
@@ -16,7 +17,7 @@ CANDIDATES := $(strip $(PYTHON) python3 python3.12 python3.11)
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 
 help: ## list the verbs (the default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed-run ## run 2A2F in the model: table, figure, trace and CSV in out/
 	@mkdir -p out
@@ -25,6 +26,9 @@ run: $(VENV)/.installed-run ## run 2A2F in the model: table, figure, trace and C
 
 test: $(VENV)/.installed-dev ## run the tests, without soak and bench
 	$(PYTEST) -n 2
+
+test-cuda: $(CUDA_VENV)/.installed ## compile every kernel for sm_90, no GPU needed; minutes the first time, then cached
+	$(CUDA_VENV)/bin/python -m pytest -q -rs -n 2 tests/cuda
 
 lint: $(VENV)/.installed-dev ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
@@ -43,11 +47,11 @@ clean: ## remove out/, build products and caches; the virtual environment stays
 
 # ---- installation: once per change of pyproject.toml ----------------------------------------------------------------
 
-$(BIN)/python:
+$(BIN)/python $(CUDA_VENV)/bin/python:
 	@for python in $(CANDIDATES); do \
 		if $$python -c '$(SUPPORTED)' 2>/dev/null; then \
-			echo "creating $(VENV) with $$python"; \
-			exec $$python -m venv $(VENV); \
+			echo "creating $(@D:/bin=) with $$python"; \
+			exec $$python -m venv $(@D:/bin=); \
 		fi; \
 	done; \
 	echo "afdep_sim needs Python 3.11 or 3.12 and found neither (tried $(CANDIDATES)); name one with PYTHON=..." >&2; \
@@ -61,3 +65,8 @@ $(VENV)/.installed-run: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed-run
+
+$(CUDA_VENV)/.installed: pyproject.toml | $(CUDA_VENV)/bin/python
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check --no-input -q install --no-compile -e '.[compile]' \
+		'pytest>=8' 'pytest-xdist>=3.5'
+	@touch $@

@@ -220,6 +220,13 @@ class Plan:
         return {rank: workload.source(self.topology, rank, number, data) for rank in self.topology.attention}
 
 
+class Epilogues(NamedTuple):
+    """How the epilogues of a plan are launched: blocks of their grids, and whether early (a programmatic edge)."""
+
+    grid: int
+    programmatic: bool
+
+
 def build_plan(
     topology: Topology,
     workload: Workload | Sequence[Workload],
@@ -227,10 +234,13 @@ def build_plan(
     exchanges: int = 1,
     experts: Experts = "stand_in",
     device: Device = HOPPER,
+    epilogue_sms: int = 0,
+    programmatic: bool = True,
 ) -> Plan:
     """A plan of `exchanges` back-to-back exchanges, or of one per workload where a sequence is given.
 
-    Raises `Refusal` for what no kernel text exists for.
+    epilogue_sms: blocks of an epilogue's grid; 0 takes every SM. programmatic: whether epilogues have a programmatic
+    edge on the kernel before them. Raises `Refusal` for what no kernel text exists for.
     """
     if experts not in ("stand_in", "precomputed"):
         raise Refusal(f"experts {experts!r} is not 'stand_in' or 'precomputed'")
@@ -240,10 +250,13 @@ def build_plan(
     workloads = [workload] * exchanges if isinstance(workload, Workload) else list(workload)
     if resolved.transport_sms > device.sms:
         raise Refusal(f"transport SMs {resolved.transport_sms} is over the device's {device.sms}")
+    if not 0 <= epilogue_sms <= device.sms:
+        raise Refusal(f"epilogue SMs {epilogue_sms} is outside 0 to the device's {device.sms}")
+    edges = Epilogues(epilogue_sms or device.sms, programmatic)
     shapes = {(w.hidden, w.dtype) for w in workloads}
     if len(shapes) > 1:
         raise Refusal(f"exchanges of one plan have {len(shapes)} row shapes (hidden and dtype), more than 1")
-    built = {w: _exchange(topology, w, resolved, device) for w in dict.fromkeys(workloads)}
+    built = {w: _exchange(topology, w, resolved, device, edges) for w in dict.fromkeys(workloads)}
     return Plan(topology, protocol, resolved, device, experts, tuple(built[w] for w in workloads))
 
 
@@ -256,11 +269,13 @@ def shows_view(topology: Topology, workload: Workload, protocol: Resolved) -> bo
     return protocol.collect_view and plain and rank_layout(topology, workload, protocol)
 
 
-def _exchange(topology: Topology, workload: Workload, protocol: Resolved, device: Device) -> Exchange:
+def _exchange(
+    topology: Topology, workload: Workload, protocol: Resolved, device: Device, edges: Epilogues
+) -> Exchange:
     workload.real_experts(topology)
     window = Window.build(topology, workload, protocol)
     streams = tuple(
-        tuple(_stream(topology, workload, protocol, device, window.received_rows, rank))
+        tuple(_stream(topology, workload, protocol, device, edges, window.received_rows, rank))
         for rank in range(topology.ranks)
     )
     return Exchange(workload, window, streams)
@@ -275,7 +290,13 @@ def _warps(device: Device, row_bytes: int, most: int, reserved_bytes: int = 0) -
 
 
 def _stream(
-    topology: Topology, workload: Workload, protocol: Resolved, device: Device, received_rows: int, rank: int
+    topology: Topology,
+    workload: Workload,
+    protocol: Resolved,
+    device: Device,
+    edges: Epilogues,
+    received_rows: int,
+    rank: int,
 ) -> Iterator[Launch]:
     attention = topology.role(rank) is Role.ATTENTION
     union, experts = not protocol.role_aware, workload.experts_per_rank(topology)
@@ -362,11 +383,11 @@ def _stream(
             rank,
             "copy_epilogue",
             epilogue,
-            device.sms,
+            edges.grid,
             _warps(device, dispatch_row, 32),
             device.shared_per_block_bytes,
             cooperative=False,
-            programmatic=True,
+            programmatic=edges.programmatic,
             arguments=(
                 Context(),
                 WindowBase(),
@@ -415,11 +436,11 @@ def _stream(
             rank,
             "reduce_epilogue",
             replace(epilogue, reduce_prefix=topk, bias=workload.bias),
-            device.sms,
+            edges.grid,
             _warps(device, align(hidden, 32), 32),
             device.shared_per_block_bytes,
             cooperative=False,
-            programmatic=True,
+            programmatic=edges.programmatic,
             arguments=(
                 Context(),
                 WindowBase(),

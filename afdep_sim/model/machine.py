@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from afdep_sim import kernels
+from afdep_sim.arena import BF16_NAN, Arena, combined_weights, input_tensors, output
+from afdep_sim.arena import received as received_views
 from afdep_sim.model.agents import Agent, BlockRun, KernelRun
 from afdep_sim.model.engine import Engine
 from afdep_sim.model.fabric import Fabric
@@ -24,14 +26,13 @@ from afdep_sim.model.ops import make_ops
 from afdep_sim.model.profiles import Profile
 from afdep_sim.model.rows import ProtocolError
 from afdep_sim.model.sms import Occupancy
-from afdep_sim.plan import Constants, Context, Plan, Tensor, WindowBase, shows_view
+from afdep_sim.plan import Constants, Context, Plan, Tensor, WindowBase
 from afdep_sim.reference import expert_partials, expert_rows, precomputed_y
 from afdep_sim.run import AgentEvent, Events, Join, LaunchEvent, Mark, Received, Run
 from afdep_sim.topology import Role
 from afdep_sim.window import WORKSPACE_BYTES
 from afdep_sim.workload import Source
 
-BF16_NAN = 0x7FC0
 Inputs = Sequence[Mapping[int, Source]]
 
 
@@ -105,6 +106,7 @@ class _Simulation:
         ranks = plan.topology.ranks
         self.engine = Engine(self.agent_ended)
         self.memory = Memory(ranks, plan.arena_bytes)
+        self.arenas = [Arena(array) for array in self.memory.arrays]
         self.fabric = Fabric(machine.profile, ranks, plan.device.sms)
         self.occupancy = [Occupancy(plan.device) for _ in range(ranks)]
         self.marks: list[tuple[int, int, float]] = []
@@ -428,47 +430,28 @@ class _Simulation:
         """Put the exchange's inputs into the rank's tensors and poison its output."""
         if self.plan.topology.role(rank) is not Role.ATTENTION:
             return
-        window = self.plan.exchanges[number].window
-        source = self.inputs[number][rank]
+        tensors = self.plan.exchanges[number].window.tensors
         arena = self.memory.arrays[rank]
-        inputs: dict[str, np.ndarray | None] = {"topk": source.topk, "weights": source.weights}
+        for name, values in input_tensors(self.inputs[number][rank], self.data).items():
+            at = tensors[name].offset
+            arena[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
         if self.data:
-            inputs |= {"x": source.x, "scales": source.scales}
-            inputs |= {f"bias{i}": tensor for i, tensor in enumerate(() if source.bias is None else source.bias)}
-        for name, values in inputs.items():
-            if values is not None:
-                at = window.tensors[name].offset
-                arena[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
-        if self.data:
-            self.output(rank, number)[:] = BF16_NAN
-
-    def output(self, rank: int, number: int) -> np.ndarray:
-        """uint16 [T, H]: where the combined rows of an Attention rank are; the collect view is strided."""
-        exchange = self.plan.exchanges[number]
-        workload, window = exchange.workload, exchange.window
-        tokens = workload.tokens_of(self.plan.topology, rank)
-        if shows_view(self.plan.topology, workload, self.plan.resolved):
-            inbox = window.combine_inbox
-            rows = self.memory.view(rank, inbox.offset, (tokens, inbox.row_bytes // 2), np.uint16)
-            return rows[:, : workload.hidden]
-        return self.memory.view(rank, window.tensors["combined_x"].offset, (tokens, workload.hidden), np.uint16)
+            output(self.plan, number, rank, self.arenas[rank])[:] = BF16_NAN
 
     def end_exchange(self, rank: int, number: int) -> None:
         self.ends_ns[rank].append(self.engine.now)
         if not self.data or self.plan.topology.role(rank) is not Role.ATTENTION:
             return
-        self.combined[number][rank] = self.output(rank, number).copy()
-        exchange = self.plan.exchanges[number]
-        if exchange.workload.combine_weights:
-            shape = (exchange.workload.tokens_of(self.plan.topology, rank), exchange.workload.topk)
-            at = exchange.window.tensors["combined_weights"].offset
-            self.combined_weights[number][rank] = self.memory.view(rank, at, shape, np.float32).copy()
+        self.combined[number][rank] = output(self.plan, number, rank, self.arenas[rank]).copy()
+        if self.plan.exchanges[number].workload.combine_weights:
+            weights = combined_weights(self.plan, number, rank, self.arenas[rank])
+            self.combined_weights[number][rank] = weights.copy()
 
     def experts(self, rank: int, number: int) -> None:
         """The stand-in for the experts, between the copy epilogue and combine."""
         if not self.data or self.plan.topology.role(rank) is not Role.FFN:
             return
-        received = self.read_received(rank, number)
+        received = received_views(self.plan, number, self.arenas[rank])
         if self.on_received:
             self.on_received(number, rank, received)
         if self.keep_received:
@@ -504,31 +487,3 @@ class _Simulation:
             y[slots] = expert_rows(
                 x[slots], expert, weights[slots], number, None if scales is None else scales[slots]
             )
-
-    def read_received(self, rank: int, number: int) -> Received:
-        """Views of what `rank` holds after its copy epilogue; the caller copies what it keeps."""
-        exchange = self.plan.exchanges[number]
-        window, workload, ranks = exchange.window, exchange.workload, self.plan.topology.ranks
-        tensors, topk = window.tensors, workload.topk
-        experts = workload.experts_per_rank(self.plan.topology)
-
-        def view(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-            return self.memory.view(rank, tensors[name].offset, shape, dtype)
-
-        psum_rank = view("psum_rank", (ranks,), np.int64)
-        psum_expert = view("psum_expert", (experts + 1,), np.int64)
-        rows = int(psum_rank[-1])
-        used = int(psum_expert[-1]) if workload.expanded else rows
-        scales = None
-        if workload.packs:
-            scales = view("received_scales", (workload.packs, tensors["received_scales"].rows), np.int32)[:, :used].T
-        return Received(
-            psum_rank,
-            psum_expert,
-            view("metadata", (rows, 2 + topk), np.int32),
-            view("received_x", (used, workload.hidden), np.uint8 if workload.packs else np.uint16),
-            view("received_weights", (used,) if workload.expanded else (used, topk), np.float32),
-            scales,
-            None if workload.expanded else view("received_topk", (rows, topk), np.int32),
-            view("host_counts", (ranks + experts,), np.int64) if workload.host_counts else None,
-        )

@@ -1,0 +1,1 @@
+"""The GPU side: heaps, launches, graphs. Nothing here imports a GPU package before a machine is used."""
