@@ -19,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -49,9 +49,11 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, digits: int) -> str:
+        """'1.50 (1.25-2.00)' with two digits."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
@@ -75,7 +77,9 @@ LATENCY_NS = 700.0
 ISSUE_NS = 20.0
 FAN = 64
 ENGINE_AIM = 3.0
-PROGRAMS = {"ping-pong": 20_000, "64-to-1 fan-in": 600}
+PING_PONG = "ping-pong"
+FAN_IN = f"{FAN}-to-1 fan-in"
+PROGRAMS = {PING_PONG: 20_000, FAN_IN: 600}
 """Program -> its rounds. A put costs its issue, a signal adds to a flag a latency later, a wait needs a threshold."""
 
 
@@ -88,38 +92,36 @@ class Flag:
         self.value = 0
         self.waiting: list[tuple[int, Any]] = []
 
-    def add(self, amount: int) -> list[Any]:
-        """Add to the value -> whom that satisfies, in the order in which they began to wait."""
-        self.value = value = self.value + amount
-        waiting = self.waiting
-        if not waiting:
-            return []
-        if len(waiting) == 1 and waiting[0][0] > value:
-            return []
-        self.waiting = [entry for entry in waiting if entry[0] > value]
-        return [who for threshold, who in waiting if threshold <= value]
-
 
 def operations(program: str, rounds: int) -> int:
     """Puts, signals and waits that a program asks for."""
-    return rounds * (6 if program == "ping-pong" else 3 * FAN + 2)
+    return rounds * (6 if program == PING_PONG else 3 * FAN + 2)
 
 
 def run_ours(program: str, rounds: int) -> float:
-    """Run a program on this project's engine: tasks are plain functions. Returns the end time in ns."""
+    """Run a program on this project's engine: tasks are plain functions. Returns the end time in ns.
+
+    A signal is an event at its arrival, whatever the sender's clock; a wait looks at the flag at its task's time.
+    """
     engine = Engine()
     at, block, wake, sync = engine.at, engine.block, engine.wake, engine.sync
 
     def put() -> None:
         engine.current.now += ISSUE_NS
 
-    def arrived(event: tuple[Flag, int]) -> None:
-        flag, amount = event
-        for task in flag.add(amount):
-            wake(task, engine.now)
-
     def signal(flag: Flag, amount: int) -> None:
-        at(sync().now + LATENCY_NS, arrived, (flag, amount))
+        at(engine.current.now + LATENCY_NS, arrived, (flag, amount))
+
+    def arrived(signalled: tuple[Flag, int]) -> None:
+        flag, amount = signalled
+        flag.value = value = flag.value + amount
+        if flag.waiting:
+            waiting, flag.waiting = flag.waiting, []
+            for entry in waiting:
+                if entry[0] <= value:
+                    wake(entry[1], engine.now)
+                else:
+                    flag.waiting.append(entry)
 
     def wait(flag: Flag, threshold: int) -> None:
         task = sync()
@@ -145,7 +147,7 @@ def run_ours(program: str, rounds: int) -> float:
             signal(back, 1)
 
     one, other = Flag(), Flag()
-    if program == "ping-pong":
+    if program == PING_PONG:
         engine.start(Task(ping, (one, other), 0.0))
         engine.start(Task(pong, (other, one), 0.0))
     else:
@@ -165,42 +167,48 @@ def run_simpy(program: str, rounds: int) -> float:
     def put() -> Any:
         return timeout(ISSUE_NS)
 
-    def arrived(arrival: Any) -> None:
-        flag, amount = arrival.value
-        for waiter in flag.add(amount):
-            waiter.succeed()
-
     def signal(flag: Flag, amount: int) -> None:
         timeout(LATENCY_NS, (flag, amount)).callbacks.append(arrived)
 
+    def arrived(signalled: Any) -> None:
+        flag, amount = signalled.value
+        flag.value = value = flag.value + amount
+        if flag.waiting:
+            waiting, flag.waiting = flag.waiting, []
+            for entry in waiting:
+                if entry[0] <= value:
+                    entry[1].succeed()
+                else:
+                    flag.waiting.append(entry)
+
     def wait(flag: Flag, threshold: int) -> Any:
-        """An event, asked for only where the flag is not there yet."""
+        """An event to yield, asked for only where the flag is not there yet."""
         waiter = event()
         flag.waiting.append((threshold, waiter))
         return waiter
 
-    def ping(mine: Flag, other: Flag) -> Generator[Any]:
+    def ping(mine: Flag, other: Flag) -> Iterator[Any]:
         for n in range(1, rounds + 1):
             yield put()
             signal(other, 1)
             if mine.value < n:
                 yield wait(mine, n)
 
-    def pong(mine: Flag, other: Flag) -> Generator[Any]:
+    def pong(mine: Flag, other: Flag) -> Iterator[Any]:
         for n in range(1, rounds + 1):
             if mine.value < n:
                 yield wait(mine, n)
             yield put()
             signal(other, 1)
 
-    def gather(flag: Flag, back: Flag) -> Generator[Any]:
+    def gather(flag: Flag, back: Flag) -> Iterator[Any]:
         for n in range(1, rounds + 1):
             if flag.value < n * FAN:
                 yield wait(flag, n * FAN)
             signal(back, 1)
 
     one, other = Flag(), Flag()
-    if program == "ping-pong":
+    if program == PING_PONG:
         environment.process(ping(one, other))
         environment.process(pong(other, one))
     else:
@@ -258,13 +266,14 @@ def compare_engines(program: str, rounds: int, repeats: int) -> EngineFigure:
 
 TOPOLOGY = Topology(2, 2)
 ARMS = ("afdep", "fastafd_m2n")
-FEW_REPEATS = 3
-"""Repeats of cells whose exchanges take a good part of a second or more."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Which exchange is timed: the mean of `exchanges` that follow a first one. The aim is in ms of CPU time."""
+    """Which exchange is timed: the mean of `exchanges` that follow a first one. The aim is in ms of CPU time.
+
+    most: the most repeats, where a run takes seconds; 0 for no limit.
+    """
 
     arm: str
     tokens: int
@@ -272,11 +281,12 @@ class Cell:
     collapse: bool
     exchanges: int
     aim_ms: float | None = None
-    few: bool = False
+    most: int = 0
     hidden: int = 2048
 
     @property
     def what(self) -> str:
+        """What is moved, and who runs."""
         return "data" if self.data else "timing-only" if self.collapse else "timing-only, every warp"
 
 
@@ -285,9 +295,9 @@ CELLS = tuple(
     for arm in ARMS
     for cell in (
         Cell(arm, 1, data=False, collapse=True, exchanges=10, aim_ms=4.0),
-        Cell(arm, 1, data=False, collapse=False, exchanges=1, few=True),
-        Cell(arm, 2048, data=False, collapse=True, exchanges=1, few=True),
-        Cell(arm, 2048, data=True, collapse=True, exchanges=1, aim_ms=1200.0, few=True),
+        Cell(arm, 1, data=False, collapse=False, exchanges=1, most=2),
+        Cell(arm, 2048, data=False, collapse=True, exchanges=1, most=2),
+        Cell(arm, 2048, data=True, collapse=True, exchanges=1, aim_ms=1200.0, most=3),
     )
 )
 
@@ -426,9 +436,7 @@ def machine_line() -> str:
     )
 
 
-def as_json(
-    command: str, repeats: int, engines: Sequence[EngineFigure], cells: Sequence[CellFigure]
-) -> dict[str, Any]:
+def as_json(command: str, repeats: int, engines: Sequence[EngineFigure], cells: Sequence[CellFigure]) -> dict[str, Any]:
     """The figures as they are printed, with every spread as {median, low, high}."""
 
     def plain(value: Any) -> Any:
@@ -454,16 +462,16 @@ def watched(count: int) -> Iterator[None]:
 
 
 def measure(
-    repeats: int, one: One | None = None, programs: dict[str, int] = PROGRAMS, cells: Sequence[Cell] = CELLS
+    repeats: int, one: One | None, programs: Mapping[str, int], cells: Sequence[Cell]
 ) -> tuple[list[EngineFigure], list[CellFigure]]:
-    """Everything the report needs; cells marked so are repeated a few times only."""
+    """Everything the report needs; a cell may be repeated less often."""
     progress = watched(len(programs) + len(cells))
     engines, timed = [], []
     for program, rounds in programs.items():
         engines.append(compare_engines(program, rounds, repeats))
         next(progress)
     for cell in cells:
-        timed.append(time_cell(cell, min(repeats, FEW_REPEATS) if cell.few else repeats, one))
+        timed.append(time_cell(cell, min(repeats, cell.most or repeats), one))
         next(progress)
     return engines, timed
 
@@ -490,7 +498,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_ARGUMENTS
     command = shlex.join(["python", "experiments/bench.py", *arguments])
     print(f"{command}\n{machine_line()}\nCPU time, cycle collector off: median (lowest-highest) of the repeats\n")
-    engines, cells = measure(options.repeats, one)
+    engines, cells = measure(options.repeats, one, PROGRAMS, CELLS)
     print(f"Protocol operations per second: ours and SimPy in turns\n\n{engine_table(engines)}\n")
     shape = f"{TOPOLOGY.name}, hidden 2048, BF16, top-8 of 128 experts, precomputed"
     print(f"CPU time of one exchange: {shape}; agents are the traced ones\n\n{cell_table(cells)}")
