@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from afdep_sim.kernels import ops as vocabulary
 from afdep_sim.kernels import phases as ph
-from afdep_sim.model.rows import ProtocolError
+from afdep_sim.model.rows import ProtocolError, RouteError
 from afdep_sim.plan import Plan
 from afdep_sim.reference import reduce_rows
 from afdep_sim.workload import Source
@@ -469,3 +469,84 @@ def test_a_row_goes_to_every_rank_named_and_lands_only_after_its_latency() -> No
     assert found[0] == [0], "it has landed at once"
     poison = 0x7FC07FC0
     assert found[1] == [first, first, first, 0, poison]
+
+
+# ---- route checks and the lanes of weights and layouts ---------------------------------------------------------------
+
+
+def on_lanes(body: Callable[[Any, Place], Any]) -> Any:
+    """What `body(ops, place)` returns, run as the text of one agent."""
+    found: list[Any] = []
+    on_attention(lambda p: found.append(body(p.ops, p)))
+    return found[0]
+
+
+@pytest.mark.parametrize("lanes", [[0, 5, -1, 7], [-1, -1], [7, 6, 5, 4, 3, 2, 1, 0]])
+def test_check_lanes_passes_good_routes(lanes: list[int]) -> None:
+    assert on_lanes(lambda ops, p: ops.check_lanes(p.ctx, lanes, 3, 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("lanes", "sentence"),
+    [
+        ([0, 8], "token 3 lane 1 has expert 8, outside 0 to 7"),
+        ([0, -2], "token 3 lane 1 has expert -2, outside 0 to 7"),
+        ([1, 2, 1], "token 3 lane 2 has expert 1, which the token has already"),
+        ([0, 1 << 40], f"token 3 lane 1 has expert {1 << 40}, outside 0 to 7"),
+    ],
+)
+def test_check_lanes_stops_at_a_bad_route_by_itself(lanes: list[int], sentence: str) -> None:
+    """The payload warps' own check, without the notify group's."""
+    with pytest.raises(RouteError, match=sentence):
+        on_lanes(lambda ops, p: ops.check_lanes(p.ctx, lanes, 3, 8))
+
+
+def test_lanes_that_name_regions() -> None:
+    lanes = [9, -1, 4, 13, -1, 5]
+    assert on_lanes(lambda ops, p: ops.lanes_divide(lanes, 4)) == [2, -1, 1, 3, -1, 1]
+    assert on_lanes(lambda ops, p: ops.lanes_index(lanes)) == [0, -1, 2, 3, -1, 5]
+    assert on_lanes(lambda ops, p: ops.lanes_master([2, -1, 1, 3, 2, 1])) == [4, -1, 5, 3, 4, 5]
+
+
+def test_lanes_gather_takes_each_lanes_own_word() -> None:
+    def body(ops: Any, p: Place) -> list[int]:
+        base = p.tensors["combined_x"]
+        for region in range(3):
+            ops.store_lanes(base + 64 * region, [100 * region + lane for lane in range(4)])
+        return list(ops.lanes_gather(base, [2, -1, 0, 1], 64))
+
+    assert on_lanes(body) == [200, 0, 2, 103]
+
+
+def test_packs_go_to_their_slots_pack_by_pack() -> None:
+    """Column-major: pack p of slot s at 4 * s + p * stride."""
+
+    def body(ops: Any, p: Place) -> tuple[list[int], list[int]]:
+        base, source = p.tensors["combined_x"], p.tensors["weights"]
+        ops.store_lanes(source, [71, 72, 73])
+        stage = ops.stage(0, 256)
+        ops.row_load_packs(stage, 128, source, 3)
+        ops.packs_scatter(stage, 128, 3, base, [1, -1, 4], 64)
+        ops.packs_store(stage, 128, 3, base + 4 * 6, 64)
+        return [[ops.load_i32(base + 4 * slot + 64 * pack) for pack in range(3)] for slot in (1, 4, 6)]
+
+    assert on_lanes(body) == [[71, 72, 73]] * 3
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_counts_for_the_host(alignment: int) -> None:
+    """-v-1, rows per rank and then aligned rows per expert; ranks before the first source have none."""
+    per_source = [[3, 2, 0, 5], [1, 1, 0, 0]]
+
+    def body(ops: Any, p: Place) -> list[int]:
+        at, host = p.tensors["combined_x"], p.tensors["combined_x"] + 512
+        words = [counts[0] for counts in per_source] + [v for counts in per_source for v in counts[1:]]
+        for word, value in enumerate(words):
+            ops.store_relaxed(at + 8 * word, -value - 1)
+        ops.wait_counts(p.ctx, at, 2, 0, ph.DISPATCH_COUNT_WAIT)
+        ops.wait_counts(p.ctx, at + 16, 6, 2, ph.DISPATCH_COUNT_WAIT)
+        ops.store_host_counts(host, 3, 1, 3, alignment)
+        return [-ops.load_relaxed(host + 8 * word) - 1 for word in range(6)]
+
+    aligned = [3, 0, 5] if alignment == 1 else [4, 0, 8]
+    assert on_lanes(body) == [0, 3, 1, *aligned]
