@@ -523,6 +523,12 @@ MUTANTS = {
     "a sending block releases before its rows are complete": Mutant(
         "dispatch", ((ROWS_COMPLETE, " speaks for no rows.\n"),), 8, arm="fastafd_m2n", profile=SLOW_ROWS
     ),
+    "a payload warp loads its next row while its stores still read the last": Mutant(
+        "dispatch",
+        (("            ops.stores_wait()\n            ops.row_load(stage, x", "            ops.row_load(stage, x"),),
+        112,
+        sms=2,
+    ),
     "only block 0 completes its rows before the grid synchronisation": Mutant(
         "combine",
         ((REPLIES_COMPLETE, " speaks for these rows.\n        if block == 0:\n            ops.stores_wait()\n"),),
