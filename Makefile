@@ -1,4 +1,4 @@
-# Every verb is under a minute on a CPU, `bench`, `soak` and the first `test-cuda` aside. `make help` lists them.
+# `make help` lists the verbs. Minutes: `test`, `bench`, the first `test-cuda`; hours: `soak`.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help

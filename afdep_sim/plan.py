@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
-from afdep_sim.errors import Refusal
+from afdep_sim.errors import Refusal, whole
 from afdep_sim.protocol import Exit, Protocol, Resolved
 from afdep_sim.topology import Role, Topology
 from afdep_sim.window import (
@@ -215,6 +215,16 @@ class Plan:
             return [self._sources(0, data)] * len(self.exchanges)
         return [self._sources(n, data) for n in range(len(self.exchanges))]
 
+    def check_inputs(self, inputs: Sequence[Mapping[int, Source]], data: bool = True) -> None:
+        """Refuse inputs that do not bring every Attention rank's arrays to every exchange, in shape and dtype."""
+        if len(inputs) != len(self.exchanges):
+            raise Refusal(f"inputs for {len(inputs)} exchanges, not for the plan's {len(self.exchanges)}")
+        for number, (exchange, sources) in enumerate(zip(self.exchanges, inputs, strict=True)):
+            for rank in self.topology.attention:
+                if rank not in sources:
+                    raise Refusal(f"inputs of exchange {number} lack Attention rank {rank}")
+                sources[rank].check(exchange.workload, exchange.workload.tokens_of(self.topology, rank), rank, data)
+
     def _sources(self, number: int, data: bool) -> dict[int, Source]:
         workload = self.exchanges[number].workload
         return {rank: workload.source(self.topology, rank, number, data) for rank in self.topology.attention}
@@ -244,10 +254,13 @@ def build_plan(
     """
     if experts not in ("stand_in", "precomputed"):
         raise Refusal(f"experts {experts!r} is not 'stand_in' or 'precomputed'")
+    exchanges = whole("exchanges", exchanges)
     if exchanges < 1:
         raise Refusal(f"exchanges {exchanges} is below 1")
     resolved = protocol.resolve(topology)
     workloads = [workload] * exchanges if isinstance(workload, Workload) else list(workload)
+    if not workloads:
+        raise Refusal("a plan of no workload has no exchange, and needs at least 1")
     if resolved.transport_sms > device.sms:
         raise Refusal(f"transport SMs {resolved.transport_sms} is over the device's {device.sms}")
     if not 0 <= epilogue_sms <= device.sms:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
-from afdep_sim.errors import Refusal
+from afdep_sim.errors import Refusal, whole, word
+from afdep_sim.errors import switch as truth
 from afdep_sim.topology import Topology
 
 PRESETS = ("afdep", "fastafd_m2n")
@@ -75,6 +76,9 @@ class Protocol:
     transport_sms: int = 24
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "transport_sms", whole("transport SMs", self.transport_sms))
+        for name in (*(switch.field for switch in SWITCHES), *TOKENS.values()):
+            truth(name, getattr(self, name))
         if self.preset not in PRESETS:
             raise Refusal(f"protocol preset {self.preset!r} is not one of {', '.join(PRESETS)}")
         if not 1 <= self.transport_sms <= 160:
@@ -100,7 +104,7 @@ class Protocol:
     @classmethod
     def parse(cls, arm: str, transport_sms: int = 24) -> Protocol:
         """'afdep+AFDEP_ALL_RANK_EXIT=1' -> Protocol. Refuses unknown presets, names and values."""
-        preset, *parts = arm.strip().split("+")
+        preset, *parts = word("arm", arm).strip().split("+")
         protocol = cls(preset, transport_sms=transport_sms)
         return protocol.with_switches(parts)
 

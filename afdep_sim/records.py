@@ -21,6 +21,7 @@ from pathlib import Path
 
 from afdep_sim.errors import Refusal
 from afdep_sim.protocol import SWITCHES, Protocol, Resolved
+from afdep_sim.routing import routing_name
 from afdep_sim.topology import Topology
 from afdep_sim.workload import Workload
 
@@ -194,11 +195,12 @@ def agreeing_rows(
     if it is expressible and unloaded and names the same GPU, layout, shape, routing, tokens and transport SMs, and if
     its arms in its tree resolve to the same protocols on `topology` (switches without effect there do not count).
     Rows of the record's result table come first, then section 15, then the others in file order. Nothing agrees with
-    token counts that differ between ranks or with a bucket other than the default, which the record does not state.
+    token counts that differ between ranks, or with a bucket, a layout of received rows or anything else of a workload
+    that is not the default and that the record does not state.
     Raises `Refusal` where the configuration itself is one.
     """
     tokens = _uniform_tokens(workload)
-    if tokens is None or workload.bucket != replace(workload, bucket=0).bucket:
+    if tokens is None or workload.bucket != replace(workload, bucket=0).bucket or _unstated(workload):
         return []
     stated = _columns(gpu, topology, workload, protocol)
     stated |= {
@@ -364,6 +366,7 @@ def _result(
         said.append(f"tokens {workload.tokens} in rank order")
     if workload.bucket != replace(workload, bucket=0).bucket:
         said.append(f"bucket {workload.bucket}")
+    said += _unstated(workload)
     if resolved.off:
         said.append("no effect here: " + " ".join(resolved.off))
     if notes:
@@ -375,13 +378,13 @@ def _result(
         "gpu": gpu,
         "profile": profile,
         "topology": asdict(topology),
-        "workload": asdict(workload),
+        "workload": asdict(workload) | {"routing": routing_name(workload.routing)},
         "protocol": [tree, protocol.arm, protocol.transport_sms],
         "baseline": None if baseline is None else [baseline.arm, baseline.transport_sms],
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     name = (
-        f"model.{topology.name}-h{workload.hidden}-{workload.routing}."
+        f"model.{topology.name}-h{workload.hidden}-{routing_name(workload.routing)}."
         f"t{'mixed' if tokens is None else tokens}.{protocol.arm}.{metric.replace('_', '-')}.{digest}"
     )
     return Row(
@@ -420,6 +423,13 @@ def _columns(gpu: str, topology: Topology, workload: Workload, protocol: Protoco
         "experts": workload.real_experts(topology),
         "capacity": workload.capacity,
         "sms": protocol.transport_sms,
-        "routing": workload.routing,
+        "routing": routing_name(workload.routing),
         "mode": "one_domain",
     }
+
+
+def _unstated(workload: Workload) -> list[str]:
+    """'field value' of everything of a workload that no column states and that is not the default."""
+    names = ("dropped_share", "expanded", "bias", "combine_weights", "expert_alignment", "host_counts")
+    defaults = Workload(tokens=0)
+    return [f"{n} {getattr(workload, n)}" for n in names if getattr(workload, n) != getattr(defaults, n)]

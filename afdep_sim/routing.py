@@ -6,6 +6,7 @@ floats of the same shape. One such file ships with the package (`EXAMPLE`).
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -89,6 +90,14 @@ def read_routes(path: str, topk: int, experts: int) -> RouteFile:
             value = found["weights"].reshape(routes.shape)[at]
             raise Refusal(f"routing file {path!r} has weight {value} at {list(at)}, not finite in float32")
     return RouteFile(routes, weights)
+
+
+@lru_cache(maxsize=64)
+def routing_name(routing: str) -> str:
+    """What a record calls a routing: its word, or a file's name and a digest of its bytes, wherever the file lies."""
+    if not routing.endswith(".npz"):
+        return routing
+    return f"{Path(routing).name}@{hashlib.sha256(Path(routing).read_bytes()).hexdigest()[:8]}"
 
 
 def example() -> str:

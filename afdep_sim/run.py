@@ -31,7 +31,7 @@ class AgentEvent(NamedTuple):
     block: int
     warp: int
     label: str
-    """Warp class: what the plan calls this warp ('notify', 'payload', 'rows', 'elected', 'idle')."""
+    """Warp class: what the plan calls this warp ('notify', 'payload', 'rows' or 'collect')."""
     start_ns: float
     end_ns: float
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from afdep_sim.errors import Refusal
+from afdep_sim.errors import Refusal, whole
 from afdep_sim.model.machine import Machine
 from afdep_sim.model.profiles import load_profile
 from afdep_sim.plan import Plan, build_plan
@@ -57,6 +57,7 @@ def simulate(
     data=False moves no payload and checks nothing. Raises `Refusal` for what cannot run, `reference.Mismatch` for a
     wrong row, `Deadlock` for a hang.
     """
+    seed, exchanges = whole("seed", seed), whole("exchanges", exchanges)
     if exchanges < 2:
         raise Refusal(f"exchanges {exchanges} is below 2, which a round trip needs")
     plan = build_plan(topology, workload, protocol, exchanges)

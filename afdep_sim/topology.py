@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from afdep_sim.errors import Refusal
+from afdep_sim.errors import Refusal, whole, word
 
 MAX_RANKS = 1024
 """Upstream section 1: R <= 1024, the size of the workspace's rank arrays."""
@@ -35,6 +35,8 @@ class Topology:
     gpus_per_domain: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("attention_ranks", "ffn_ranks", "gpus_per_domain"):
+            object.__setattr__(self, name, whole(name.replace("_", " "), getattr(self, name)))
         if self.attention_ranks < 1 or self.ffn_ranks < 1:
             raise Refusal(
                 f"layout {self.attention_ranks}A{self.ffn_ranks}F needs at least 1 Attention rank and 1 FFN rank"
@@ -53,7 +55,7 @@ class Topology:
     @classmethod
     def parse(cls, text: str, gpus_per_domain: int = 0) -> Topology:
         """'2A2F', '2A:2F', '2F2A' or '2F:2A' -> Topology; anything else is a `Refusal`."""
-        match = re.fullmatch(r"(\d{1,6})([AF]):?(\d{1,6})([AF])", text.strip(), re.IGNORECASE)
+        match = re.fullmatch(r"([0-9]{1,6})([AF]):?([0-9]{1,6})([AF])", word("layout", text).strip(), re.IGNORECASE)
         if not match or match[2].upper() == match[4].upper():
             raise Refusal(f"layout {text!r} is not of the form 2A2F, 2A:2F or 2F:2A")
         counts = {match[2].upper(): int(match[1]), match[4].upper(): int(match[3])}

@@ -10,13 +10,15 @@ from functools import cached_property
 
 import numpy as np
 
-from afdep_sim.errors import Refusal
+from afdep_sim.errors import Refusal, switch, whole, word
 from afdep_sim.formats import bf16_values, quantise, scale_packs
 from afdep_sim.routing import read_routes
 from afdep_sim.topology import Topology
 
 MAX_TOPK = 32
 MAX_EXPERTS = 2048
+MAX_ALIGNMENT = 1024
+"""Rows an expert's block may be aligned to: well over what grouped matrix products ask for."""
 MAX_EXPERTS_PER_RANK = 256
 DTYPES = ("bf16", "fp8")
 ROUTINGS = ("random", "skew")
@@ -45,6 +47,23 @@ class Source:
     weights: np.ndarray
     scales: np.ndarray | None = None
     bias: np.ndarray | None = None
+
+    def check(self, workload: Workload, tokens: int, rank: int, data: bool) -> None:
+        """Refuse arrays whose shape or dtype is not what `workload` makes of `tokens`; routes are not looked into."""
+        kinds: dict[str, tuple[np.ndarray | None, tuple[int, ...], type]] = {
+            "topk": (self.topk, (tokens, workload.topk), np.int64),
+            "weights": (self.weights, (tokens, workload.topk), np.float32),
+        }
+        if data:
+            kinds["x"] = (self.x, (tokens, workload.hidden), np.uint8 if workload.packs else np.uint16)
+            if workload.packs:
+                kinds["scales"] = (self.scales, (tokens, workload.packs), np.int32)
+            if workload.bias:
+                kinds["bias"] = (self.bias, (workload.bias, tokens, workload.hidden), np.uint16)
+        for name, (array, shape, dtype) in kinds.items():
+            if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != dtype:
+                found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else repr(array)
+                raise Refusal(f"{name} of rank {rank} is {found}, not {np.dtype(dtype)} {shape}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,17 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
+        for name in ("hidden", "topk", "experts", "bucket", "capacity", "expert_alignment", "bias", "seed"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        for name in ("expanded", "combine_weights", "host_counts"):
+            switch(name, getattr(self, name))
+        for name in ("dtype", "routing"):
+            word(name, getattr(self, name))
+        given = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
+        counts = tuple(whole("tokens", count) for count in given)
+        object.__setattr__(self, "tokens", counts if isinstance(self.tokens, tuple) else counts[0])
+        if not isinstance(self.dropped_share, int | float):
+            raise Refusal(f"dropped share {self.dropped_share!r} is not a number")
         if not counts:
             raise Refusal("tokens () names no Attention rank")
         if min(counts) < 0:
@@ -102,14 +131,16 @@ class Workload:
             raise Refusal(f"routing {self.routing!r} is not one of {', '.join(ROUTINGS)} or the path of an .npz file")
         if self.experts < 0:
             raise Refusal(f"experts {self.experts} is below 1")
-        if self.expert_alignment < 1:
-            raise Refusal(f"expert alignment {self.expert_alignment} is below 1")
+        if not 1 <= self.expert_alignment <= MAX_ALIGNMENT:
+            raise Refusal(f"expert alignment {self.expert_alignment} is outside 1 to {MAX_ALIGNMENT}")
         if not 0 <= self.bias <= 2:
             raise Refusal(f"bias tensors {self.bias} is outside 0 to 2")
         if self.combine_weights and self.expanded:
             raise Refusal("weights travel back only in the non-expanded layout (upstream v2.0)")
         if not 0 <= self.dropped_share <= 1:
             raise Refusal(f"dropped share {self.dropped_share} is outside 0 to 1")
+        if self.dropped_share and self.routing not in ROUTINGS:
+            raise Refusal(f"dropped share {self.dropped_share} applies to drawn routes, not to those of a file")
         if self.seed < 0:
             raise Refusal(f"seed {self.seed} is below 0")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from afdep_sim import Protocol, Topology, Workload, simulate
 from afdep_sim.cli import BAD_ARGUMENTS, main
 from afdep_sim.perfetto import validate_perfetto
 from afdep_sim.records import read_rows
+from afdep_sim.routing import example
 
 SMALL = ["run", "2A2F", "--hidden", "512", "--tokens", "1,8", "--workers", "1"]
 
@@ -141,3 +144,62 @@ def test_bad_input_is_one_sentence_and_exit_code_64(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert any(re.search(part, captured.err) for part in sentence.split("|"))
+
+
+def test_files_are_written_though_nobody_reads_the_output(tmp_path: Path) -> None:
+    """`afdep run ... | head -1` must not lose what was asked for."""
+    file = tmp_path / "a.csv"
+    command = f'"{sys.executable}" -m afdep_sim {" ".join(SMALL)} --csv "{file}" | head -c 1'
+    subprocess.run(command, shell=True, check=False, capture_output=True, timeout=120)
+    assert len(read_rows(file)) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--csv", ""], "is a folder, not a file|is empty"),
+        (["--trace", "{folder}"], "is a folder, not a file"),
+        (["--csv", "{folder}/a", "--trace", "{folder}/../{name}/a"], "are one"),
+        (["--csv", "/proc/a.csv"], "cannot be written"),
+        (["--tokens", "²"], "tokens '²' is not a whole number"),
+        (["--alignment", "999999999999999999"], "expert alignment 999999999999999999 is outside 1 to 1024"),
+        (["--routing", "example", "--dropped", "0.5"], "dropped share 0.5 applies to drawn routes"),
+        (["--workers", "-1"], "workers -1 is below 0"),
+    ],
+)
+def test_targets_and_odd_numbers_are_refused_before_anything_runs(
+    options: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [o.format(folder=tmp_path, name=tmp_path.name) for o in options]
+    assert main(["run", "2A2F", "--tokens", "1", "--hidden", "256", *filled]) == BAD_ARGUMENTS
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(sentence, captured.err)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--dropped", "0.9"], ["--not-expanded"], ["--bias", "1"], ["--alignment", "8"], ["--host-counts"]],
+)
+def test_no_published_figure_stands_beside_what_the_record_does_not_state(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.csv"
+    assert main(["run", "2A2F", "--tokens", "1", "--workers", "1", "--csv", str(file), *options]) == 0
+    assert "20.70" not in capsys.readouterr().out
+    assert all(" " in row.notes.partition("seed 0")[2] for row in read_rows(file))
+
+
+def test_a_record_names_a_file_of_routes_wherever_it_lies(tmp_path: Path) -> None:
+    copy = tmp_path / "deep" / "routes.npz"
+    copy.parent.mkdir()
+    copy.write_bytes(Path(example()).read_bytes())
+    found = []
+    for at, routing in enumerate(("example", str(copy))):
+        file = tmp_path / f"{at}.csv"
+        assert main([*SMALL, "--routing", routing, "--csv", str(file)]) == 0
+        found.append(file.read_bytes())
+    assert found[0] == found[1]
+    assert b"routes.npz@" in found[0]
+    assert str(tmp_path).encode() not in found[1]

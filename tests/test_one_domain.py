@@ -280,6 +280,16 @@ def test_collapsed_and_full_runs_are_equal() -> None:
         assert_collapse_is_invisible(plan)
 
 
+@pytest.mark.parametrize("topk", [8, 15, 16, 18, 19])
+def test_payload_is_told_from_metadata_whatever_sizes_coincide(topk: int) -> None:
+    """At hidden 256, FP8 and top-k 16 to 18 a whole dispatch row is as long as a BF16 hidden row."""
+    for arm in BASIC_ARMS:
+        plan = make_plan("2A2F", arm, 33, exchanges=2, dtype="fp8", topk=topk)
+        inputs = plan.inputs()
+        with_data = run_checked(plan, inputs=inputs).events
+        assert_equal_events(with_data, run_timed(plan, inputs=inputs), f"data and timing-only run of {describe(plan)}")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("offset", range(16))
 def test_collapsed_and_full_runs_are_equal_over_the_matrix(offset: int) -> None:
@@ -296,7 +306,7 @@ def plans(draw: st.DrawFn) -> Plan:
     attention = draw(st.integers(1, 5))
     per_rank = draw(st.sampled_from([1, 2, 8, 32]))
     experts = ffn * per_rank
-    topk = draw(st.integers(1, min(10, experts)))
+    topk = draw(st.integers(1, min(20, experts)))
     expanded = draw(st.booleans())
     switches = draw(st.sets(st.sampled_from([arm.removeprefix("afdep+") for arm in CONTROL_ARMS])))
     words = sorted(switches) + draw(st.sampled_from([[], ["COLLECT_VIEW"], ["dev:topk_layout"]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,10 @@ from hypothesis import strategies as st
 
 from afdep_sim.errors import Refusal
 from afdep_sim.formats import bf16_bits, bf16_values
+from afdep_sim.model.machine import Machine
+from afdep_sim.model.profiles import load_profile
+from afdep_sim.plan import build_plan
+from afdep_sim.protocol import Protocol
 from afdep_sim.topology import Topology
 from afdep_sim.workload import Source, Workload
 
@@ -77,7 +82,7 @@ def test_a_bucket_may_be_given() -> None:
         ({"tokens": ()}, r"tokens \(\) names no Attention rank"),
         ({"routing": "zipf"}, "routing 'zipf' is not one of random, skew"),
         ({"experts": -1}, "experts -1 is below 1"),
-        ({"expert_alignment": 0}, "expert alignment 0 is below 1"),
+        ({"expert_alignment": 0}, "expert alignment 0 is outside 1 to 1024"),
     ],
 )
 def test_refusals_name_the_value_and_the_bound(fields: dict[str, Any], sentence: str) -> None:
@@ -217,3 +222,60 @@ def test_an_ffn_rank_sources_nothing() -> None:
     assert source.topk.shape == (0, 8)
     assert source.x is not None
     assert source.x.shape == (0, 256)
+
+
+# ---- kinds of values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"tokens": 1.5}, "tokens 1.5 is not a whole number"),
+        ({"tokens": "8"}, "tokens '8' is not a whole number"),
+        ({"tokens": None}, "tokens None is not a whole number"),
+        ({"tokens": (1, float("nan"))}, "tokens nan is not a whole number"),
+        ({"tokens": True}, "tokens True is not a whole number"),
+        ({"tokens": 8, "hidden": 2048.0}, "hidden 2048.0 is not a whole number"),
+        ({"tokens": 8, "capacity": float("inf")}, "capacity inf is not a whole number"),
+        ({"tokens": 8, "expanded": "no"}, "expanded 'no' is not True or False"),
+        ({"tokens": 8, "routing": None}, "routing None is not a string"),
+        ({"tokens": 8, "dropped_share": "half"}, "dropped share 'half' is not a number"),
+    ],
+)
+def test_the_wrong_kind_of_value_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Refusal, match=f"^{sentence}$"):
+        Workload(**fields)
+
+
+def test_numbers_of_any_integer_type_will_do() -> None:
+    assert Workload(tokens=np.int64(8), hidden=np.uint16(512)) == Workload(tokens=8, hidden=512)
+    assert Workload(tokens=(np.int32(3), 5)).tokens == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("weights", np.zeros((3, 8)), r"weights of rank 2 is float64 \(3, 8\), not float32 \(3, 8\)"),
+        ("topk", np.zeros((2, 8), np.int64), r"topk of rank 2 is int64 \(2, 8\), not int64 \(3, 8\)"),
+        ("topk", np.zeros((3, 8), np.int32), r"topk of rank 2 is int32 \(3, 8\), not int64 \(3, 8\)"),
+        ("x", np.zeros((3, 256), np.float32), r"x of rank 2 is float32 \(3, 256\), not uint16 \(3, 256\)"),
+        ("x", None, r"x of rank 2 is None, not uint16 \(3, 256\)"),
+    ],
+)
+def test_inputs_of_another_shape_or_type_never_reach_a_machine(name: str, value: Any, sentence: str) -> None:
+    plan = build_plan(LAYOUT, Workload(tokens=3, hidden=256), Protocol.afdep())
+    inputs = plan.inputs()
+    inputs[0][2] = replace(inputs[0][2], **{name: value})
+    with pytest.raises(Refusal, match=f"^{sentence}$"):
+        Machine(load_profile("H100")).run(plan, inputs)
+
+
+def test_inputs_must_be_complete() -> None:
+    plan = build_plan(LAYOUT, Workload(tokens=3, hidden=256), Protocol.afdep())
+    machine = Machine(load_profile("H100"))
+    with pytest.raises(Refusal, match="inputs for 0 exchanges, not for the plan's 1"):
+        machine.run(plan, [])
+    with pytest.raises(Refusal, match="inputs of exchange 0 lack Attention rank 2"):
+        machine.run(plan, [{}])
+    with pytest.raises(Refusal, match="a plan of no workload has no exchange"):
+        build_plan(LAYOUT, [], Protocol.afdep())

@@ -6,7 +6,8 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,14 +114,14 @@ def parse_grid(options: argparse.Namespace) -> Grid:
     if options.repeats < 1:
         raise Refusal(f"repeats {options.repeats} is below 1")
     if options.workers < 0:
-        raise Refusal(f"workers {options.workers} is below 1")
+        raise Refusal(f"workers {options.workers} is below 0 (0 is one per core)")
     arms = options.arm or list(DEFAULT_ARMS)
     protocols = [Protocol.parse(arm, options.sms) for arm in arms]
     if len(set(protocols)) < len(protocols):
         raise Refusal(f"arms {', '.join(arms)} name one protocol twice")
     workloads = []
     for text in options.tokens.split(","):
-        if not text.strip().isdigit():
+        if not (text.strip().isascii() and text.strip().isdigit()):
             raise Refusal(f"tokens {text.strip()!r} is not a whole number of 0 or more")
         workloads.append(workload_of(options, int(text)))
     if len(set(workloads)) < len(workloads):
@@ -128,12 +129,28 @@ def parse_grid(options: argparse.Namespace) -> Grid:
     for workload in workloads:
         for protocol in protocols:
             build_plan(topology, workload, protocol)
-    for path in (options.csv, options.plot, options.trace):
-        if path is not None and not path.parent.is_dir():
-            raise Refusal(f"folder {str(path.parent)!r} of {path.name} does not exist")
+    check_targets([path for path in (options.csv, options.plot, options.trace) if path is not None])
     if options.plot is not None:
         check_target(options.plot)
     return Grid(topology, workloads, protocols, options.profile, options.repeats)
+
+
+def check_targets(paths: Sequence[Path]) -> None:
+    """Refuse files that could not be written, or that would replace each other."""
+    for path in paths:
+        if not path.name:
+            raise Refusal(f"file name {str(path)!r} is empty")
+        if path.is_dir():
+            raise Refusal(f"{str(path)!r} is a folder, not a file")
+        if not path.parent.is_dir():
+            raise Refusal(f"folder {str(path.parent)!r} of {path.name} does not exist")
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise Refusal(f"folder {str(path.parent)!r} of {path.name} cannot be written ({error.strerror})") from None
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise Refusal(f"two of the files {', '.join(map(str, paths))} are one")
 
 
 def run_grid(grid: Grid, workers: int) -> dict[Cell, Result]:
@@ -161,27 +178,30 @@ def main(options: argparse.Namespace) -> int:
     by_arm: dict[tuple[object, Protocol], list[Result]] = {}
     for cell in grid.cells():
         by_arm.setdefault((cell.workload.tokens, cell.protocol), []).append(results[cell])
-    print(heading(grid))
-    table, rows = summary(grid, by_arm)
-    print(table)
+    text, rows = summary(grid, by_arm)
     costs = {key: _mean_costs([r.phase_costs_us for r in found]) for key, found in by_arm.items()}
+    written = []
+    if options.csv:
+        write_rows(options.csv, rows)
+        written.append(f"rows: {options.csv}")
+    if options.plot:
+        bars = [(int(str(tokens)), protocol.arm, c) for (tokens, protocol), c in costs.items()]
+        phase_bars(bars, options.plot, title=title(grid))
+        written.append(f"figure: {options.plot}")
+    if options.trace:
+        cell = next(grid.cells())
+        done = simulate(cell.topology, cell.workload, cell.protocol, profile=cell.profile, seed=cell.seed)
+        write_perfetto(options.trace, done.run.events, grid.topology)
+        written.append(f"trace: {options.trace} ({cell.protocol.arm}, {cell.workload.tokens} tokens)")
+    # Files first: whoever reads this may stop reading at any line.
+    print(heading(grid))
+    print(text)
     print("\nPhases on the critical path, us per exchange; columns are tokens and arm\n")
     print(phase_table({f"{tokens} {_short(protocol, grid)}": c for (tokens, protocol), c in costs.items()}))
     for protocol in grid.protocols:
         if off := protocol.resolve(grid.topology).off:
             print(f"{protocol.arm}: no effect on {grid.topology.name}: {', '.join(off)}")
-    if options.csv:
-        write_rows(options.csv, rows)
-        print(f"rows: {options.csv}")
-    if options.plot:
-        bars = [(int(str(tokens)), protocol.arm, c) for (tokens, protocol), c in costs.items()]
-        phase_bars(bars, options.plot, title=title(grid))
-        print(f"figure: {options.plot}")
-    if options.trace:
-        cell = next(grid.cells())
-        done = simulate(cell.topology, cell.workload, cell.protocol, profile=cell.profile, seed=cell.seed)
-        write_perfetto(options.trace, done.run.events, grid.topology)
-        print(f"trace: {options.trace} ({cell.protocol.arm}, {cell.workload.tokens} tokens)")
+    print("\n".join(written), end="\n" if written else "")
     return 0
 
 

@@ -84,6 +84,7 @@ class Machine:
         """
         if inputs is None:
             inputs = plan.inputs(self.data)
+        plan.check_inputs(inputs, self.data)
         # A run makes many small tuples and frees few: the cycle collector would scan them again and again.
         collecting = gc.isenabled()
         gc.disable()

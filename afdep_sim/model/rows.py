@@ -282,9 +282,16 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
     values = sim.plan.workload.dispatch_bytes
     issue_ns, load_latency, store_latency = profile.issue_ns, profile.bulk_load_ns, profile.bulk_store_local_ns
     copy_rate, reduce_rate = profile.sm_copy_bytes_per_ns, profile.sm_reduce_bytes_per_ns
-    skipped = {} if data else {values: values, hidden: hidden}
+    # A timing-only run moves what lies behind the values of a dispatched row, and nothing else: payload is told by
+    # its size, unless a whole dispatch row happens to have that size.
+    rows_with_metadata = {
+        launch.constants.dispatch_row_bytes
+        for exchange in sim.plan.exchanges
+        for stream in exchange.streams
+        for launch in stream
+    }
+    skipped = set() if data else {values, hidden} - rows_with_metadata
     skip = 0 if data else values
-    """Timing-only runs move what lies behind the values of a row, and nothing else."""
 
     def through_sm(agent: Any, size: int, now: float) -> float:
         """`size` bytes through the copy path of the agent's SM -> when the last has passed."""
