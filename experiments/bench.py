@@ -295,7 +295,7 @@ CELLS = tuple(
     for arm in ARMS
     for cell in (
         Cell(arm, 1, data=False, collapse=True, exchanges=10, aim_ms=4.0),
-        Cell(arm, 1, data=False, collapse=False, exchanges=1, most=2),
+        Cell(arm, 1, data=False, collapse=False, exchanges=2, most=3),
         Cell(arm, 2048, data=False, collapse=True, exchanges=1, most=2),
         Cell(arm, 2048, data=True, collapse=True, exchanges=1, aim_ms=1200.0, most=3),
     )
