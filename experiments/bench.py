@@ -2,7 +2,7 @@
 
     python experiments/bench.py [--against DIR] [--repeats N] [--json FILE]
 
-All times are CPU times of this process with the cycle collector off, for whatever is measured; two things that are
+All times are CPU times of one process with the cycle collector off, for whatever is measured; two things that are
 compared run in turns (A B A B), and a ratio is that of two neighbours. `--against DIR` times the same exchanges with
 another model too: DIR holds a module `bench_model` with `one(attention, ffn, tokens, union, data, collapse=, n=,
 checkit=) -> (model, round trip, CPU seconds per exchange)`, which warms up by itself.
@@ -20,9 +20,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -464,14 +466,18 @@ def watched(count: int) -> Iterator[None]:
 def measure(
     repeats: int, one: One | None, programs: Mapping[str, int], cells: Sequence[Cell]
 ) -> tuple[list[EngineFigure], list[CellFigure]]:
-    """Everything the report needs; a cell may be repeated less often."""
+    """Everything the report needs; a cell may be repeated less often.
+
+    Each cell has a process of its own, so that the memory of one is nothing to the next, whichever model took it.
+    """
     progress = watched(len(programs) + len(cells))
     engines, timed = [], []
     for program, rounds in programs.items():
         engines.append(compare_engines(program, rounds, repeats))
         next(progress)
     for cell in cells:
-        timed.append(time_cell(cell, min(repeats, cell.most or repeats), one))
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            timed.append(pool.submit(time_cell, cell, min(repeats, cell.most or repeats), one).result())
         next(progress)
     return engines, timed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -37,6 +38,7 @@ from afdep_sim.model import ops as model_ops
 from afdep_sim.model import rows as model_rows
 from afdep_sim.model.fabric import Fabric, Port
 from afdep_sim.model.machine import Deadlock, Machine
+from afdep_sim.model.memory import Memory
 from afdep_sim.model.profiles import Profile, load_profile
 from afdep_sim.model.rows import ProtocolError
 from afdep_sim.plan import Launch, Plan
@@ -698,3 +700,30 @@ def test_a_failed_run_leaves_the_machine_fit_for_the_next() -> None:
         run = machine.run(plan)
         assert run.words[0][WORD_OFFSETS["dispatch_arrivals"] // 8 + 2] == 24
     assert all(plan.topology.role(rank) is Role.FFN for rank in (0, 1))
+
+
+# ---- what a run leaves behind ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken_text", [False, True], ids=["a run that ends", "a run that hangs"])
+def test_a_run_keeps_no_arena_alive(broken_text: bool) -> None:
+    """Parked and blocked greenlets hold the whole simulation unless they are ended."""
+
+    def arenas() -> int:
+        gc.collect()
+        return sum(isinstance(o, Memory) for o in gc.get_objects())
+
+    def run() -> None:
+        plan = make_plan("2A2F", "afdep", 8)
+        if not broken_text:
+            run_checked(plan)
+            return
+        try:
+            Machine(H100).run(plan, factories=broken("dispatch", (TARGET, TARGET.replace(",", " + 1,"))))
+        except Deadlock:
+            return
+        pytest.fail("the broken text did not hang")
+
+    before = arenas()
+    run()
+    assert arenas() == before

@@ -89,7 +89,11 @@ class Machine:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return _Simulation(self, plan, inputs, factories or kernels.FACTORIES).run()
+            simulation = _Simulation(self, plan, inputs, factories or kernels.FACTORIES)
+            try:
+                return simulation.run()
+            finally:
+                simulation.engine.close()
         finally:
             if collecting:
                 gc.enable()
