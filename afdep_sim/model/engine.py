@@ -10,7 +10,8 @@ All times are nanoseconds. Equal times run in the order in which they were sched
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heappushpop
 from typing import Any
 
@@ -35,7 +36,7 @@ class Engine:
     `current` is the running task; `on_end(task)` is called when a task's function has returned.
     """
 
-    __slots__ = ("_hub", "_made", "_pool", "current", "heap", "now", "on_end", "sequence", "sync")
+    __slots__ = ("_due", "_hub", "_made", "_pool", "current", "heap", "now", "on_end", "sequence", "sync")
 
     def __init__(self, on_end: Callable[[Any], None] | None = None) -> None:
         self.heap: list[tuple[float, int, Callable[[Any], None] | None, Any]] = []
@@ -43,8 +44,10 @@ class Engine:
         self.sequence = 0
         self.current: Any = None
         self.on_end = on_end or (lambda _: None)
-        self._made: list[greenlet] = []
         self._pool: list[greenlet] = []
+        self._made: list[greenlet] = []
+        self._due: deque[Any] = deque()
+        """Tasks whose common turn has come, before anything that is left in the heap."""
         self._hub = getcurrent()
         self.sync = self._make_sync()
 
@@ -69,8 +72,20 @@ class Engine:
         self.sequence += 1
         heappush(self.heap, (time, self.sequence, None, task))
 
+    def start_all(self, tasks: Sequence[Task], time: float) -> None:
+        """`start` each of `tasks` at `time`, in this order: one event of the heap."""
+        if tasks:
+            self.sequence += len(tasks)
+            heappush(self.heap, (time, self.sequence, self._due.extend, tasks))
+
+    def wake_all(self, tasks: Sequence[Task], time: float) -> None:
+        """`wake` each of `tasks` at `time`, in this order: one event of the heap."""
+        for task in tasks:
+            task.now = time
+        self.start_all(tasks, time)
+
     def _make_sync(self) -> Callable[[], Any]:
-        heap = self.heap
+        heap, due = self.heap, self._due
 
         def sync() -> Any:
             """Let everything due before the current task's clock happen, then return the task."""
@@ -78,14 +93,22 @@ class Engine:
             time = me.now
             if time <= self.now:
                 return me
-            if not heap or heap[0][0] > time:
+            if due:
+                self.sequence += 1
+                heappush(heap, (time, self.sequence, None, me))
+                argument = due.popleft()
+            elif not heap or heap[0][0] > time:
                 self.now = time
                 return me
-            self.sequence += 1
-            self.now, _, function, argument = heappushpop(heap, (time, self.sequence, None, me))
-            while function is not None:
-                function(argument)
-                self.now, _, function, argument = heappop(heap)
+            else:
+                self.sequence += 1
+                self.now, _, function, argument = heappushpop(heap, (time, self.sequence, None, me))
+                while function is not None:
+                    function(argument)
+                    if due:
+                        argument = due.popleft()
+                        break
+                    self.now, _, function, argument = heappop(heap)
             self.current = argument
             if argument is not me:
                 target = argument.greenlet
@@ -104,13 +127,16 @@ class Engine:
 
     def block(self) -> None:
         """Suspend the current task until it is woken: run what is due, hand over to whoever is next."""
-        heap = self.heap
+        heap, due = self.heap, self._due
         me = self.current
-        while heap:
-            self.now, _, function, argument = heappop(heap)
-            if function is not None:
-                function(argument)
-                continue
+        while heap or due:
+            if due:
+                argument = due.popleft()
+            else:
+                self.now, _, function, argument = heappop(heap)
+                if function is not None:
+                    function(argument)
+                    continue
             self.current = argument
             if argument is not me:
                 target = argument.greenlet
@@ -123,12 +149,15 @@ class Engine:
     def run(self) -> float:
         """Run until no event is left -> the time. Tasks still blocked then will never run: ask the machine why."""
         hub = self._hub = getcurrent()
-        heap = self.heap
-        while heap:
-            self.now, _, function, argument = heappop(heap)
-            if function is not None:
-                function(argument)
-                continue
+        heap, due = self.heap, self._due
+        while heap or due:
+            if due:
+                argument = due.popleft()
+            else:
+                self.now, _, function, argument = heappop(heap)
+                if function is not None:
+                    function(argument)
+                    continue
             self.current = argument
             if argument.greenlet is None:
                 argument.greenlet = self._pool.pop() if self._pool else self._new()
@@ -140,7 +169,7 @@ class Engine:
         return self.now
 
     def close(self) -> None:
-        """End every greenlet: a suspended one keeps all that it refers to, and no cycle collector looks inside."""
+        """End every greenlet. A suspended one keeps all that it refers to, and no cycle collector looks inside."""
         for made in self._made:
             if made:
                 made.throw()
@@ -154,16 +183,19 @@ class Engine:
 
     def _work(self) -> None:
         """Run the current task to its end, then the event loop until the next task without a greenlet of its own."""
-        heap, pool, me = self.heap, self._pool, getcurrent()
+        heap, due, pool, me = self.heap, self._due, self._pool, getcurrent()
         while True:
             task = self.current
             task.function(*task.arguments)
             self.on_end(task)
-            while heap:
-                self.now, _, function, argument = heappop(heap)
-                if function is not None:
-                    function(argument)
-                    continue
+            while heap or due:
+                if due:
+                    argument = due.popleft()
+                else:
+                    self.now, _, function, argument = heappop(heap)
+                    if function is not None:
+                        function(argument)
+                        continue
                 self.current = argument
                 target = argument.greenlet
                 if target is None:

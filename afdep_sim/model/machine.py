@@ -129,6 +129,10 @@ class _Simulation:
         """Stages that ended agents have left, by size."""
         self.ops = make_ops(self)
         self.texts: dict[tuple[str, Constants], Callable[..., None]] = {}
+        self.bound: dict[int, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        """Text and arguments of the plan's launches, by identity: exchanges of one workload share them."""
+        self.known_work: dict[tuple[int, int], dict[int, list[tuple[int, str]]]] = {}
+        """Work of a launch (by identity) that handles so many rows."""
         self.unfinished = 0
 
     # ---- the whole run -----------------------------------------------------------------------------------------------
@@ -158,11 +162,18 @@ class _Simulation:
         agents = self.agents
         for agent in agents:
             agent[0] = place_of_launch[agent[0]]
-        order = sorted(range(len(agents)), key=lambda i: agents[i][:3])
+        # Launch, block and warp come first in the list and tell all agents apart.
+        order = sorted(range(len(agents)), key=agents.__getitem__)
         place = [0] * (len(agents) + 1)
         for at, index in enumerate(order):
             place[index] = at
         place[-1] = -1
+        # Not through the classes' constructors, which cost several times as much: there are thousands of these.
+        new = tuple.__new__
+        marks = [new(Mark, (place[a], p, t)) for a, p, t in self.marks]
+        joins = [new(Join, (place[a], t, k, place[b], s)) for a, t, k, b, s in self.joins]
+        marks.sort(key=itemgetter(0))
+        joins.sort(key=itemgetter(0))
         return Events(
             launches=[
                 LaunchEvent(
@@ -170,9 +181,9 @@ class _Simulation:
                 )
                 for r in launches
             ],
-            agents=[AgentEvent(*agents[i]) for i in order],
-            marks=sorted((Mark(place[a], p, t) for a, p, t in self.marks), key=itemgetter(0)),
-            joins=sorted((Join(place[a], t, k, place[b], s) for a, t, k, b, s in self.joins), key=itemgetter(0)),
+            agents=[new(AgentEvent, agents[i]) for i in order],
+            marks=marks,
+            joins=joins,
             ends_ns=self.ends_ns,
             counters=self.counters,
         )
@@ -243,29 +254,36 @@ class _Simulation:
         run.index = len(self.launches)
         self.launches.append(run)
         self.counters[rank]["kernels"] += 1
-        key = (run.launch.kernel, run.launch.constants)
-        text = self.texts.get(key)
-        if text is None:
-            text = self.texts[key] = self.factories[run.launch.kernel](self.ops, run.launch.constants)
-        run.function = text
-        base = rank << RANK_SHIFT
-        tensors = self.plan.exchanges[run.exchange].window.tensors
-        run.arguments = tuple(
-            base + tensors[a.name].offset
-            if isinstance(a, Tensor)
-            else base
-            if isinstance(a, WindowBase)
-            else rank
-            if isinstance(a, Context)
-            else a
-            for a in run.launch.arguments
-        )
+        bound = self.bound.get(id(run.launch))
+        if bound is None:
+            bound = self.bound[id(run.launch)] = self.bind(run)
+        run.function, run.arguments = bound
         run.start_ns = -1.0
         if not run.launch.programmatic:
             self.find_work(run)
         elif self.early_dependents:
             run.work = {b: [(w, "rows") for w in run.launch.agent_warps] for b in range(run.launch.grid)}
         self.place(run)
+
+    def bind(self, run: KernelRun) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """The text of a launch and what its agents call it with."""
+        launch = run.launch
+        key = (launch.kernel, launch.constants)
+        text = self.texts.get(key)
+        if text is None:
+            text = self.texts[key] = self.factories[launch.kernel](self.ops, launch.constants)
+        base = launch.rank << RANK_SHIFT
+        tensors = self.plan.exchanges[run.exchange].window.tensors
+        return text, tuple(
+            base + tensors[a.name].offset
+            if isinstance(a, Tensor)
+            else base
+            if isinstance(a, WindowBase)
+            else launch.rank
+            if isinstance(a, Context)
+            else a
+            for a in launch.arguments
+        )
 
     def find_work(self, run: KernelRun) -> None:
         """Which warps have rows. For a programmatic dependent this waits for its primary: only then are they known."""
@@ -275,9 +293,11 @@ class _Simulation:
             exchange = self.plan.exchanges[run.exchange]
             psum = exchange.window.tensors["psum_rank"].offset // 8
             rows = self.memory.i64[launch.rank][psum + self.plan.topology.ranks - 1]
-        work: dict[int, list[tuple[int, str]]] = {}
-        for block, warp, label in launch.working(rows):
-            work.setdefault(block, []).append((warp, label))
+        work = self.known_work.get((id(launch), rows))
+        if work is None:
+            work = self.known_work[id(launch), rows] = {}
+            for block, warp, label in launch.working(rows):
+                work.setdefault(block, []).append((warp, label))
         run.work = work
 
     def place(self, run: KernelRun) -> None:
@@ -301,6 +321,7 @@ class _Simulation:
         Those with work, one idle twin where the text could tell, and one agent for all idle blocks that start together.
         """
         work = run.work or {}
+        started: list[Agent] = []
         warps = run.launch.agent_warps
         dependent = run.next is not None and run.next.launch.programmatic
         first = blocks[0]
@@ -314,24 +335,25 @@ class _Simulation:
             listed = work.get(block, [])
             state = BlockRun(run, block, [sms[block - first]], start)
             for warp, label in listed:
-                self.start_agent(run, state, warp, label)
-            busy = {warp for warp, _ in listed}
+                started.append(self.start_agent(run, state, warp, label))
             if not self.collapse:
-                for warp in warps:
-                    if warp not in busy:
-                        self.start_agent(run, state, warp, None)
-            elif dependent and len(busy) < len(warps) and (block == 0 or not run.launch.constants.exit_all_ranks):
+                busy = {warp for warp, _ in listed}
+                started += [self.start_agent(run, state, warp, None) for warp in warps if warp not in busy]
+            elif dependent and len(listed) < len(warps) and (block == 0 or not run.launch.constants.exit_all_ranks):
                 # An idle warp may reach the trigger before the listed ones do. Not so in other blocks than 0 where
                 # a grid synchronisation comes first and nobody but block 0's elected warp waits after it.
-                self.start_agent(run, state, next(w for w in reversed(warps) if w not in busy), None)
+                busy = {warp for warp, _ in listed}
+                started.append(self.start_agent(run, state, next(w for w in reversed(warps) if w not in busy), None))
         if self.collapse:
             taken = set(busy_blocks)
             idle = [block for block in blocks if block not in taken]
             if idle:
                 state = BlockRun(run, idle[0], [sms[block - first] for block in idle], start)
-                self.start_agent(run, state, warps[-1], None)
+                started.append(self.start_agent(run, state, warps[-1], None))
+        # Clocks start with the blocks; the first turns may come later, when the primary's completion is known.
+        self.engine.start_all(started, max(start, self.engine.now, run.ready_ns))
 
-    def start_agent(self, run: KernelRun, block: BlockRun, warp: int, label: str | None) -> None:
+    def start_agent(self, run: KernelRun, block: BlockRun, warp: int, label: str | None) -> Agent:
         index = -1
         if label is not None:
             index = len(self.agents)
@@ -345,8 +367,7 @@ class _Simulation:
         block.agents += 1
         block.left += 1
         run.live_agents += 1
-        # Its clock starts with its block; its first turn may come later, when its primary's completion is known.
-        self.engine.start(agent, max(block.start_ns, self.engine.now, run.ready_ns))
+        return agent
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
@@ -371,15 +392,18 @@ class _Simulation:
     def block_ended(self, block: BlockRun) -> None:
         """A block (or the idle blocks it stands for) leaves its SM; the next blocks in stream order may take it."""
         run = block.run
-        self.trigger(block)
+        if not block.triggered:
+            self.trigger(block)
         self.occupancy[run.launch.rank].release(block.sms, run.need)
         run.blocks_left -= len(block.sms)
         if not run.blocks_left:
             self.completed(run)
             return
-        for waiting in (run, run.next):
-            if waiting is not None and waiting.started and waiting.pending:
-                self.place(waiting)
+        if run.pending:
+            self.place(run)
+        following = run.next
+        if following is not None and following.started and following.pending:
+            self.place(following)
 
     def trigger(self, block: BlockRun) -> None:
         """A block has triggered: at its first warp's `launch_dependents`, or at its exit."""

@@ -30,7 +30,7 @@ def make_ops(sim: Any) -> ModuleType:
 
 
 def _who(sim: Any, ops: Any, sync: Any) -> None:
-    engine, marks = sim.engine, sim.marks
+    engine, marks, at_time = sim.engine, sim.marks, sim.engine.at
 
     def device(function: Any) -> Any:
         return function
@@ -56,7 +56,10 @@ def _who(sim: Any, ops: Any, sync: Any) -> None:
         agent = engine.current
         following = agent.run.next
         if following is not None and following.launch.programmatic and not agent.block.triggered:
-            engine.at(agent.now if agent.now > engine.now else engine.now, sim.trigger, agent.block)
+            if agent.now > engine.now:
+                at_time(agent.now, sim.trigger, agent.block)
+            else:
+                sim.trigger(agent.block)
 
     def wait_dependencies(ctx: int) -> None:
         agent = sync()
@@ -87,8 +90,9 @@ def _synchronisation(sim: Any, ops: Any, sync: Any) -> None:
         for agent in waiting:
             if agent.index >= 0:
                 joins.append((agent.index, time, kind, last, arrived_ns))
-            if agent is not current:
-                engine.wake(agent, time)
+        if len(waiting) > 1:
+            waiting.remove(current)
+            engine.wake_all(waiting, time)
         current.now = time
 
     def block_sync(ctx: int, p: int) -> None:
@@ -97,6 +101,11 @@ def _synchronisation(sim: Any, ops: Any, sync: Any) -> None:
         if agent.index >= 0:
             marks.append((agent.index, p, agent.now))
         now, index = agent.now, agent.index
+        if block.agents == 1:
+            agent.now = now + block_sync_ns
+            if index >= 0:
+                joins.append((index, agent.now, "block", index, now))
+            return
         if now > block.arrived_ns or (now == block.arrived_ns and earlier(index, block.last)):
             block.arrived_ns = now
             block.last = index

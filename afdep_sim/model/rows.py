@@ -51,6 +51,8 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
     vectors, counters, observer = memory.vectors, sim.counters, sim.observer
     store_ns, load_ns, atomic_ns = profile.store_word_ns, profile.load_ns, profile.atomic_ns
     wait, changed = sim.wait, sim.changed
+    blank: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    """Counters of a block without tokens, by size, and what it adds; shared and never written."""
 
     def check_routes(ctx: int, routes: int, topk: int, tokens: int, experts: int) -> None:
         agent = engine.current
@@ -71,11 +73,15 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
     def count_routes(routes: int, topk: int, tokens: int, receivers: int, experts: int) -> None:
         agent = engine.current
         block, grid = agent.block, agent.run.launch.grid
-        histogram = block.counters = np.zeros(receivers * (1 + experts), np.int64)
+        size = receivers * (1 + experts)
         agent.now += load_ns
         mine = range(block.id, tokens, grid)
         if not mine:
+            if size not in blank:
+                blank[size] = np.zeros(size, np.int64), np.full(size, ARRIVED, np.int64)
+            block.counters = blank[size][0]
             return
+        histogram = block.counters = np.zeros(size, np.int64)
         at = (routes & OFFSET_MASK) >> 3
         words = memory.i64[routes >> RANK_SHIFT]
         if len(mine) <= 4:
@@ -99,17 +105,17 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
 
     def added(event: tuple[int, int, np.ndarray, int, float]) -> None:
         rank, low, values, agent, posted_ns = event
-        vectors[rank][low : low + len(values)] += values
+        words = vectors[rank][low : low + len(values)]
+        words += values
         changed(rank, low, len(values), agent, posted_ns)
 
     def counts_add(address: int, count: int) -> None:
         agent = engine.current
         rank, low = address >> RANK_SHIFT, (address & OFFSET_MASK) >> 3
-        engine.at(
-            max(agent.now, engine.now) + atomic_ns,
-            added,
-            (rank, low, agent.block.counters[:count] + ARRIVED, agent.index, agent.now),
-        )
+        histogram = agent.block.counters
+        shared = blank.get(count)
+        values = shared[1] if shared and shared[0] is histogram else histogram[:count] + ARRIVED
+        engine.at(max(agent.now, engine.now) + atomic_ns, added, (rank, low, values, agent.index, agent.now))
         agent.now += store_ns * -(-count // 128)
 
     def wait_counts_reduced(ctx: int, address: int, count: int, p: int) -> None:
@@ -120,7 +126,7 @@ def _counts(sim: Any, ops: Any, sync: Any) -> None:
         agent = wait(
             address,
             count,
-            lambda _: int(words[-1]) >> 32 == grid and bool((words >> 32 == grid).all()),
+            lambda w: w[-1] >> 32 == grid and bool((words >> 32 == grid).all()),
             p,
             f"{grid} blocks",
             lambda w: w >> 32 == grid,
@@ -360,12 +366,12 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
 
     def scattered(event: tuple[int, int, Any, int, list[int], int, int]) -> None:
         rank, offset, row, size, slots, agent, exchange = event
-        memory_ = raw[rank]
+        memory_, bytes_ = raw[rank], row[:size]
         for slot in slots:
             if slot >= 0:
                 at = offset + slot * size
                 if data:
-                    memory_[at : at + size] = row[:size]
+                    memory_[at : at + size] = bytes_
                 if observer:
                     observer("land", rank, at, size, agent, engine.now, exchange)
 
@@ -401,32 +407,40 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
             at_time(time, lanes_landed, (peers[0], at, lanes, agent.index, agent.run.exchange))
         agent.now += issue_ns
 
+    halves = [array.view(np.uint16) for array in arrays]
     accumulator = np.empty(hidden // 2, np.float32)
     bits = accumulator.view(np.uint32)
-    widened = np.empty(hidden // 2, np.uint32)
-    widened_values = widened.view(np.float32)
+    rounded = accumulator.view(np.uint16)[1::2]
     low_bit = np.empty(hidden // 2, np.uint32)
+    # A BF16 value is the upper half of an FP32 one (the second half in little-endian order); the lower stays 0.
+    addend, first_values = np.zeros(hidden // 2, np.float32), np.zeros(hidden // 2, np.float32)
+    upper, first_upper = addend.view(np.uint16)[1::2], first_values.view(np.uint16)[1::2]
     shift, one, half = np.uint32(16), np.uint32(1), np.uint32(0x7FFF)
+    add, right_shift, bitwise_and, frombuffer = np.add, np.right_shift, np.bitwise_and, np.frombuffer
 
-    def reduce(row: Any, arena: np.ndarray, starts: list[int], size: int) -> None:
+    def reduce(row: Any, rank: int, starts: list[int], size: int) -> None:
         """Sum BF16 rows in FP32, in order, from the first (so one row is a copy and -0 stays -0); one rounding."""
         if not starts:
             row[:size] = bytes(size)
             return
         first = starts[0]
         if len(starts) == 1:
-            row[:size] = memoryview(arena)[first : first + size]
+            row[:size] = raw[rank][first : first + size]
             return
-        np.left_shift(arena[first : first + size].view(np.uint16), shift, out=bits, dtype=np.uint32)
-        for start in starts[1:]:
-            np.left_shift(arena[start : start + size].view(np.uint16), shift, out=widened, dtype=np.uint32)
-            np.add(accumulator, widened_values, out=accumulator)
-        np.right_shift(bits, shift, out=low_bit)
-        np.bitwise_and(low_bit, one, out=low_bit)
-        np.add(bits, low_bit, out=bits)
-        np.add(bits, half, out=bits)
-        np.right_shift(bits, shift, out=bits)
-        np.frombuffer(row, np.uint16, size // 2)[:] = bits
+        arena, n = halves[rank], size >> 1
+        first, at = first >> 1, starts[1] >> 1
+        first_upper[:] = arena[first : first + n]
+        upper[:] = arena[at : at + n]
+        add(first_values, addend, out=accumulator)
+        for start in starts[2:]:
+            at = start >> 1
+            upper[:] = arena[at : at + n]
+            add(accumulator, addend, out=accumulator)
+        right_shift(bits, shift, out=low_bit)
+        bitwise_and(low_bit, one, out=low_bit)
+        add(low_bit, half, out=low_bit)
+        add(bits, low_bit, out=bits)
+        frombuffer(row, np.uint16, n)[:] = rounded
 
     in_flight, pass_bytes, gather_ns = profile.gather_in_flight_slots, profile.gather_pass_bytes, profile.gather_ns
     sm_reduce = fabric.sm_reduce
@@ -451,7 +465,7 @@ def _rows(sim: Any, ops: Any, sync: Any) -> None:
         starts = [offset + s * stride for s in slots if s >= 0]
         count = len(starts)
         if data:
-            reduce(row, arrays[rank], bias + starts, size)
+            reduce(row, rank, bias + starts, size)
         if observer:
             for start in starts:
                 observer("read", rank, start, size, agent.index, engine.now, agent.run.exchange)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import NamedTuple
 
 from afdep_sim.plan import Device, Launch
@@ -53,6 +54,9 @@ class Occupancy:
     def release(self, sms: list[int], need: Need) -> None:
         """Give back what one block held on each of `sms`."""
         if self._exclusive(need):
+            if len(sms) == 1:
+                insort(self._empty, sms[0])
+                return
             self._empty += sms
         else:
             for sm in sms:
